@@ -1,0 +1,179 @@
+"""The backend: `torch.compile(model, backend="evt", mode=..., options=...)`.
+
+Sits on TorchInductor: `compile_fx` with a partitioner of ours for training graphs and a pass of
+ours for inference graphs. Everything that no region takes is Inductor's, and so are its caches,
+CUDA graphs and memory planning.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+import torch_evt.options
+import torch_evt.runtime.ops  # registers the operators
+from torch_evt import devices, pipeline
+from torch_evt.errors import OptionError, TargetError
+from torch_evt.options import Options
+from torch_evt.torch_compat import (
+    CustomGraphPass,
+    CustomInferenceAwareGraphPass,
+    CustomPartitionerFn,
+    compile_fx,
+    files_digest,
+    inductor_config,
+    inductor_settings,
+    reset_cudagraph_trees,
+)
+from torch_evt.version import __version__
+
+
+def evt(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """Compile a graph; the function that torch.compile calls.
+
+    mode: as for Inductor. options: Inductor's, and ours under `evt.` (`torch_evt.options`).
+
+    A wrong option raises OptionError when the compiled function is first called, even under
+    `torch._dynamo.config.suppress_errors`; `torch_evt.check_options` raises it at once.
+    """
+    return compile_with(module, example_inputs, mode=mode, options=options)
+
+
+def compile_with(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **compile_fx_kwargs: Any,
+) -> Callable[..., Any]:
+    """`evt` with further arguments for Inductor's `compile_fx`."""
+    try:
+        ours, rest = torch_evt.options.split(options)
+        if ours.target is not None:
+            devices.device(ours.target)
+        patches = inductor_settings(mode, rest)
+    except (OptionError, TargetError) as error:
+        return functools.partial(_raise, error)
+    config = inductor_config()
+    patches["custom_partitioner_fn"] = Partitioner(
+        ours, patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
+    )
+    patches["post_grad_custom_pre_pass"] = _inference_pass(
+        ours, patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    )
+    if ours.rng == "eager":
+        patches["fallback_random"] = True
+    if ours.dump is not None:
+        patches["force_disable_caches"] = True  # a cached graph runs no pass
+    return compile_fx(module, example_inputs, config_patches=patches, **compile_fx_kwargs)  # type: ignore[no-any-return]
+
+
+def _reset() -> None:
+    reset_cudagraph_trees()
+
+
+evt.reset = _reset  # type: ignore[attr-defined]
+
+
+def _raise(error: Exception, *_: Any, **__: Any) -> NoReturn:
+    """Stands in for the compiled function where the options are wrong, so that the error reaches
+    the user as it is, unwrapped, and no setting hides it."""
+    raise error
+
+
+class Partitioner(CustomPartitionerFn):
+    """Cuts joint graphs by the plan. other: the user's own partitioner, used in place of min-cut."""
+
+    def __init__(self, options: Options, other: Any = None) -> None:
+        self.options = options
+        self.other = other
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return pipeline.partition(gm, joint_inputs, self.options, self.other, kwargs)
+
+    def uuid(self) -> str | None:
+        return _uuid(self.options, self.other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what enters Inductor's cache key with the configuration: nothing that has no effect
+        return {"uuid": self.uuid()}
+
+
+class _Inference:
+    def __init__(self, options: Options, other: Any = None) -> None:
+        self.options = options
+        self.other = other
+
+    def apply(self, graph: fx.Graph, is_inference: bool) -> None:
+        others = self.other if isinstance(self.other, (list, tuple)) else [self.other]
+        for other in others:
+            if other is None:
+                continue
+            aware = CustomInferenceAwareGraphPass is not None and isinstance(
+                other, CustomInferenceAwareGraphPass
+            )
+            if aware:
+                other(graph, is_inference)
+            else:
+                other(graph)
+        if is_inference:
+            pipeline.transform_inference(graph, self.options)
+
+    def uuid(self) -> str | None:
+        return _uuid(self.options, self.other)
+
+
+if CustomInferenceAwareGraphPass is not None:
+
+    class InferencePass(_Inference, CustomInferenceAwareGraphPass):  # type: ignore[misc,valid-type]
+        """Places regions in inference graphs, behind the user's own pass."""
+
+        def __call__(self, graph: fx.Graph, is_inference: bool) -> None:
+            self.apply(graph, is_inference)
+
+else:
+
+    class InferencePass(_Inference, CustomGraphPass):  # type: ignore[no-redef]
+        """Places regions in inference graphs, behind the user's own pass (torch 2.11)."""
+
+        def __call__(self, graph: fx.Graph) -> None:
+            self.apply(graph, not pipeline.is_training_half(graph))
+
+
+def _inference_pass(options: Options, other: Any) -> InferencePass:
+    return InferencePass(options, other)
+
+
+def _uuid(options: Options, other: Any) -> str | None:
+    """Version, sources, options, device table and the wrapped pass; None, which switches the caches
+    off, where the wrapped pass has no identity."""
+    parts = [__version__, _sources_digest(), options.cache_key(), devices.table_digest()]
+    for item in other if isinstance(other, (list, tuple)) else [other]:
+        if item is None:
+            continue
+        identity = item.uuid() if hasattr(item, "uuid") else None
+        if identity is None:
+            return None
+        parts.append(repr(identity))
+    return "|".join(parts)
+
+
+@functools.lru_cache(maxsize=1)
+def _sources_digest() -> str:
+    root = pathlib.Path(__file__).parent
+    return files_digest(sorted(str(path) for path in root.rglob("*.py")))

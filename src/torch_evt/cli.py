@@ -1,0 +1,119 @@
+"""The command line: `evt doctor | demo | explain`.
+
+An error that torch_evt raises on purpose is printed as one line and ends the program with 2. What
+a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from torch_evt.errors import EvtError
+from torch_evt.version import __version__
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class _Failure(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except EvtError as error:
+            raise _Failure(" ".join(str(error).split())) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """A training compiler for PyTorch: torch.compile(model, backend="evt")."""
+
+
+@main.command()
+def doctor() -> None:
+    """Report versions, device, compiler and backend; exits with 1 if something is broken."""
+    from rich.console import Console
+
+    from torch_evt.report import doctor as report
+
+    checks = report.examine()
+    Console().print(report.render(checks))
+    sys.exit(report.exit_code(checks))
+
+
+@main.command()
+def demo() -> None:
+    """Train a small GPT with the backend and with eager, and compare everything."""
+    from torch_evt.report.demo import run
+
+    sys.exit(run())
+
+
+@main.command()
+@click.argument("what", metavar="WORKLOAD|MODULE:FUNCTION")
+@click.option("--size", default="tiny", show_default=True, help="tiny, small or paper.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    default="fp32",
+    show_default=True,
+    help="Of weights.",
+)
+@click.option("--target", help="Device to price for; by default the one present, else h200.")
+@click.option(
+    "--place",
+    type=click.Choice(["auto", "always", "never"]),
+    help="Where regions are put into the graph.",
+)
+@click.option("--inference", is_flag=True, help="Plan the forward graph alone, in eval mode.")
+@click.option("--json", "json_path", metavar="FILE", help="Write the plan as JSON; - is stdout.")
+def explain(
+    what: str,
+    size: str,
+    dtype: str,
+    target: str | None,
+    place: str | None,
+    inference: bool,
+    json_path: str | None,
+) -> None:
+    """Show what is fused in a model, what is not and why, and what it is modelled to cost.
+
+    WORKLOAD is one of this package's; MODULE:FUNCTION a function of yours, found from the current
+    folder, that returns (model, inputs, loss). --size and --dtype are for workloads only.
+    """
+    import torch
+    from rich.console import Console
+
+    from torch_evt import workloads
+    from torch_evt.report.explain import explain as plan_of
+    from torch_evt.report.plan_json import to_json_text
+    from torch_evt.report.render import render
+
+    if ":" in what:
+        model, inputs, loss = workloads.load(what)
+    else:
+        model, inputs, loss = workloads.get(what, size).make(dtype=getattr(torch, DTYPES[dtype]))
+    options: dict[str, Any] = {}
+    if target is not None:
+        options["evt.target"] = target
+    if place is not None:
+        options["evt.place"] = place
+    if inference:
+        with torch.no_grad():
+            plan = plan_of(model.eval(), *inputs, options=options)
+    else:
+        plan = plan_of(model, *inputs, loss=loss, options=options)
+
+    if json_path == "-":
+        click.echo(to_json_text(plan), nl=False)
+        return
+    Console().print(render(plan))
+    if json_path is not None:
+        Path(json_path).write_text(to_json_text(plan), encoding="utf-8")

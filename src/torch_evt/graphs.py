@@ -1,0 +1,183 @@
+"""Small helpers on FX graphs and symbolic sizes, shared by the rewrites and the partitioner.
+
+Sizes are compared by their symbolic expressions and never by `==` on a SymInt, which would add a
+guard and so a recompilation.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Any, Union
+
+import sympy
+import torch
+from torch import fx
+
+from torch_evt.errors import PassError
+
+Size = Union[int, torch.SymInt]
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor that `node` was traced with; None for everything that is not one tensor."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def expression(size: Size) -> sympy.Expr:
+    """A size as a sympy expression."""
+    if isinstance(size, torch.SymInt):
+        return size.node.expr  # type: ignore[no-any-return]
+    return sympy.Integer(int(size))
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of their symbols, without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    left, right = expression(a), expression(b)
+    return bool(left == right) or bool(sympy.expand(left - right) == 0)
+
+
+def is_one(size: Size) -> bool:
+    return same_size(size, 1)
+
+
+def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b))
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; symbolic where one of them is. 1 for none."""
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def contiguous_stride(shape: Sequence[Size]) -> tuple[Size, ...]:
+    """The strides of a row-major tensor of that shape, as `torch.empty` gives them."""
+    strides: list[Size] = []
+    step: Size = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * (1 if same_size(size, 0) else size)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(value: torch.Tensor) -> bool:
+    """Whether a fake tensor is row-major, ignoring the strides of dimensions of size 1."""
+    return all(
+        is_one(size) or same_size(have, want)
+        for size, have, want in zip(value.shape, value.stride(), contiguous_stride(value.shape))
+    )
+
+
+def size_nodes(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
+    """The first node that computes each symbolic size of the graph."""
+    found: dict[sympy.Expr, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            found.setdefault(expression(value), node)
+    return found
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The node that returns the graph's results."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def output_values(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, flattened: nodes, None or constants."""
+    return list(torch.utils._pytree.tree_leaves(output_node(graph).args))
+
+
+def copy_of(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with a graph of its own and the very same parameters, submodules and values."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        rename(env[node], node.name)
+    graph._codegen = module.graph._codegen
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied
+
+
+def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:
+    """Make `graph` hold what `replacement` holds, in place; names and metadata carry over."""
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    env: dict[fx.Node, fx.Node] = {}
+    for node in replacement.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        rename(env[node], node.name)
+
+
+def sort_topologically(graph: fx.Graph) -> None:
+    """Put every node behind its inputs, otherwise keeping the order. Raises PassError on a cycle."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(position[node], node) for node, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                heapq.heappush(ready, (position[user], user))
+    if len(order) != len(position):
+        stuck = [node.name for node, count in waiting.items() if count > 0][:5]
+        raise PassError(f"the graph has a cycle through {', '.join(stuck)}")
+    last = order[0]
+    for node in order[1:]:
+        if node.op != "placeholder":
+            last.append(node)
+        last = node
+
+
+def signature(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """What a rewrite must not change: the inputs' names and every result's dtype, shape, stride."""
+    inputs: list[tuple[Any, ...]] = [(n.name,) for n in graph.nodes if n.op == "placeholder"]
+    results: list[tuple[Any, ...]] = []
+    for value in output_values(graph):
+        tensor = tensor_of(value)
+        if tensor is None:
+            results.append((type(value).__name__,))
+        else:
+            results.append(
+                (
+                    tensor.dtype,
+                    tuple(map(expression, tensor.shape)),
+                    tuple(map(expression, tensor.stride()))
+                    if tensor.layout is torch.strided
+                    else None,
+                )
+            )
+    return inputs + results
+
+
+def verify(graph: fx.Graph, before: list[tuple[Any, ...]], name: str) -> None:
+    """Check a graph after the pass `name`. Raises PassError where it is malformed or where its
+    signature is not `before`."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"{name} left a malformed graph: {error}") from error
+    after = signature(graph)
+    if len(after) != len(before):
+        raise PassError(f"{name} changed the number of inputs or results")
+    for i, (old, new) in enumerate(zip(before, after)):
+        if old != new:
+            raise PassError(f"{name} changed input or result {i} from {old} to {new}")
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node the name of one that is gone (fx itself never gives a name twice)."""
+    node.name = name
+

@@ -1,0 +1,250 @@
+"""Candidates: for every anchor, the regions that are legal.
+
+A region grows from its anchor through the users of what it holds, in the order of the graph. A
+user is taken in with the elementwise producers that only it needs (sideways growth: a derivative,
+a mask). A value that depends on the region but stays outside can never enter it again: that would
+make two kernels wait for each other. Each stage of the growth is a candidate, without the loose
+ends that would only cost a store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from torch_evt import errors
+from torch_evt.errors import Reason
+from torch_evt.graphs import same_size, tensor_of
+from torch_evt.mainloops import MainLoop, for_target
+from torch_evt.partition.elementwise import constant, is_arithmetic, is_elementwise
+from torch_evt.partition.halves import Label
+from torch_evt.partition.region import Builder, Refused, Region, is_reduction, is_swap, is_view
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What grew from one anchor. regions: candidates, small to large. reason: why it is not more."""
+
+    anchor: fx.Node
+    regions: tuple[Region, ...]
+    reason: Reason | None
+    blocker: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What limits growth. taken: nodes that belong to other regions already."""
+
+    labels: Mapping[fx.Node, Label]
+    device_kind: str
+    exact_rounding: bool = False
+    disabled: tuple[str, ...] = ()
+    taken: set[fx.Node] = field(default_factory=set)
+
+
+def anchors(graph: fx.Graph) -> list[tuple[fx.Node, MainLoop]]:
+    """Every anchor of the graph with its main loop."""
+    found = []
+    for node in graph.nodes:
+        loop = for_target(node.target) if node.op == "call_function" else None
+        if loop is not None:
+            found.append((node, loop))
+    return found
+
+
+def build(
+    anchor: fx.Node,
+    mainloop: MainLoop,
+    nodes: Iterable[fx.Node],
+    rules: Rules,
+    *,
+    recompute: bool = False,
+) -> Region | Reason:
+    """The region of exactly these nodes (given in graph order), or why it is illegal.
+
+    recompute: as for `Builder.finish`.
+    """
+    try:
+        builder = _builder(anchor, mainloop, rules)
+    except Refused as refusal:
+        return refusal.reason
+    for node in nodes:
+        if node is not anchor:
+            reason = builder.add(node)
+            if reason is not None:
+                return reason
+    return builder.finish(recompute=recompute)
+
+
+def grow(
+    anchor: fx.Node, mainloop: MainLoop, positions: Mapping[fx.Node, int], rules: Rules
+) -> Growth:
+    """All candidates of one anchor."""
+    half = rules.labels[anchor]
+    if half == "either":
+        return Growth(anchor, (), errors.NO_HALF)
+    try:
+        builder = _builder(anchor, mainloop, rules)
+    except Refused as refusal:
+        return Growth(anchor, (), refusal.reason)
+    first: tuple[Reason, fx.Node] | None = None
+    outside: set[fx.Node] = set()  # depends on the region, but is not in it
+    pending = {user for user in anchor.users}
+    stages: list[list[fx.Node]] = []
+    while pending:
+        node = min(pending, key=positions.__getitem__)
+        pending.remove(node)
+        if node.op == "output":
+            continue
+        reason = _take(builder, node, outside, positions, rules, half)
+        if reason is not None:
+            outside.add(node)
+            if first is None and not is_view(node):
+                first = (reason, node)
+        elif is_arithmetic(node) or is_reduction(node):
+            stages.append(list(builder.nodes))
+        if reason is None and not is_reduction(node):
+            pending.update(u for u in node.users if u not in outside and not builder.holds(u))
+        else:  # what depends on it can never enter
+            _spread(node, outside, pending)
+    regions = _legal(builder, stages, mainloop, positions, rules)
+    reason, blocker = first if first is not None else (errors.BARE, None)
+    return Growth(anchor, tuple(regions), reason, blocker)
+
+
+def _builder(anchor: fx.Node, mainloop: MainLoop, rules: Rules) -> Builder:
+    return Builder(
+        anchor,
+        mainloop,
+        rules.device_kind,
+        exact_rounding=rules.exact_rounding,
+        disabled=rules.disabled,
+    )
+
+
+def _spread(node: fx.Node, outside: set[fx.Node], pending: set[fx.Node]) -> None:
+    """Mark everything that depends on a node outside."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user not in outside:
+                outside.add(user)
+                pending.discard(user)
+                stack.append(user)
+
+
+def _take(
+    builder: Builder,
+    node: fx.Node,
+    outside: set[fx.Node],
+    positions: Mapping[fx.Node, int],
+    rules: Rules,
+    half: Label,
+) -> Reason | None:
+    """Take a node into the region, with the producers that only it needs."""
+    reason = _may_enter(node, outside, rules, half)
+    if reason is not None:
+        return reason
+    producers = _own_producers(builder, node, outside, positions, rules, half)
+    mark = builder.mark()
+    if producers and all(builder.add(p) is None for p in producers) and builder.add(node) is None:
+        return None
+    builder.rewind(mark)
+    return builder.add(node)
+
+
+def _may_enter(
+    node: fx.Node, outside: set[fx.Node], rules: Rules, half: Label
+) -> Reason | None:
+    if node in rules.taken:
+        return errors.TAKEN
+    label = rules.labels.get(node)
+    if label != half and not (half == "backward" and label == "either"):
+        return errors.OTHER_HALF
+    if any(source in outside for source in node.all_input_nodes):
+        return errors.ORDER
+    return None
+
+
+def _own_producers(
+    builder: Builder,
+    node: fx.Node,
+    outside: set[fx.Node],
+    positions: Mapping[fx.Node, int],
+    rules: Rules,
+    half: Label,
+) -> list[fx.Node]:
+    """Elementwise producers, full tiles, that nobody but `node` and the others of them needs."""
+    shape = tensor_of(node)
+    own: list[fx.Node] = []
+    wanted = {node}
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if builder.holds(source) or source in wanted or constant(source) is not None:
+            continue
+        value = tensor_of(source)
+        if value is None or shape is None or not (is_elementwise(source) or is_view(source)):
+            continue
+        full = builder.space.groups(value.shape) is not None and all(
+            not same_size(a, 1) or same_size(b, 1) for a, b in zip(value.shape, shape.shape)
+        )
+        if not full or _may_enter(source, outside, rules, half) is not None:
+            continue
+        if not all(user in wanted or builder.holds(user) for user in source.users):
+            continue
+        if is_view(source) and not is_elementwise(source.args[0]):  # type: ignore[arg-type]
+            continue  # a view of something loaded: the load sees through it
+        wanted.add(source)
+        own.append(source)
+        stack.extend(source.all_input_nodes)
+    return sorted(own, key=positions.__getitem__)
+
+
+def _legal(
+    builder: Builder,
+    stages: list[list[fx.Node]],
+    mainloop: MainLoop,
+    positions: Mapping[fx.Node, int],
+    rules: Rules,
+) -> list[Region]:
+    """The regions of the stages, each also without its loose ends."""
+    found: list[Region] = []
+    seen: set[frozenset[fx.Node]] = set()
+    for stage in [*stages, list(builder.nodes)]:
+        for nodes in (stage, _without_loose_ends(builder.anchor, stage)):
+            key = frozenset(nodes)
+            if key in seen:
+                continue
+            seen.add(key)
+            ordered = sorted(nodes, key=positions.__getitem__)
+            for recompute in (False, True):
+                region = build(builder.anchor, mainloop, ordered, rules, recompute=recompute)
+                useful = isinstance(region, Region) and region.counts
+                if useful and (region.kept or not recompute):
+                    found.append(region)
+    return found
+
+
+def _without_loose_ends(anchor: fx.Node, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes without those whose value only nodes outside use, though what they are computed
+    from is stored as well: storing less costs nothing, for outside they fuse with their users."""
+    kept = set(nodes)
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(nodes):
+            if node not in kept or node is anchor or is_reduction(node) or is_swap(node):
+                continue
+            if any(user in kept for user in node.users):
+                continue
+            sources = [s for s in node.all_input_nodes if s in kept]
+            stored_anyway = [
+                s for s in sources if any(u not in kept and u is not node for u in s.users)
+            ]
+            if sources and len(stored_anyway) == len(sources):
+                kept.discard(node)
+                changed = True
+    return [node for node in nodes if node in kept]

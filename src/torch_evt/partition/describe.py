@@ -1,0 +1,133 @@
+"""From chosen regions to the plain data of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import fx
+
+from torch_evt.graphs import expression, tensor_of
+from torch_evt.partition.elementwise import function_of
+from torch_evt.partition.greedy import Choice, Chosen, Left
+from torch_evt.partition.halves import Label
+from torch_evt.partition.plan import Alternative, Half, RegionPlan, Saved, Unfused
+from torch_evt.partition.price import product_us
+from torch_evt.partition.region import Region, is_reduction
+from torch_evt.devices import Device
+from torch_evt.tree.ir import Load, Reduce, Store, postorder, roots
+from torch_evt.tree.text import to_text
+
+aten = torch.ops.aten
+
+
+def regions_of(
+    choice: Choice, labels: Mapping[fx.Node, Label], first_number: int = 0
+) -> tuple[RegionPlan, ...]:
+    """The plan's entries of the chosen regions, numbered from `first_number`."""
+    return tuple(
+        _region_plan(chosen, _half(labels[chosen.priced.region.anchor]), first_number + i)
+        for i, chosen in enumerate(choice.chosen)
+    )
+
+
+def unfused_of(
+    choice: Choice, labels: Mapping[fx.Node, Label], device: Device
+) -> tuple[Unfused, ...]:
+    """The plan's entries of the anchors that stay with Inductor."""
+    return tuple(_unfused(left, _half(labels[left.anchor]), device) for left in choice.left)
+
+
+def saved_of(nodes: Iterable[fx.Node]) -> tuple[Saved, ...]:
+    """The tensors among saved values, with their bytes (None where symbolic)."""
+    return tuple(
+        Saved(node.name, tensor_bytes(tensor))
+        for node in nodes
+        if (tensor := tensor_of(node)) is not None
+    )
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int | None:
+    """Bytes of a tensor's elements; None where a size is symbolic."""
+    total = tensor.element_size()
+    for size in tensor.shape:
+        if not isinstance(size, int):
+            return None
+        total *= size
+    return total
+
+
+def _half(label: Label) -> Half:
+    return "forward" if label == "either" else label
+
+
+def _region_plan(chosen: Chosen, half: Half, number: int) -> RegionPlan:
+    region = chosen.priced.region
+    best = [
+        Alternative(to_text(loser.region.tree), loser.modelled_us) for loser in chosen.losers[:2]
+    ]
+    return RegionPlan(
+        name=f"region{number}",
+        half=half,
+        anchor=region.anchor.name,
+        mainloop=region.mainloop.name,
+        tree=to_text(region.tree),
+        shape=_shape(region),
+        nodes=tuple(node.name for node in region.nodes),
+        stored=tuple(output.nodes[0].name for output in region.outputs),
+        modelled_us=chosen.priced.modelled_us,
+        replaced_us=chosen.priced.replaced_us,
+        alternatives=tuple(best),
+        fuses=_fuses(region),
+    )
+
+
+def _shape(region: Region) -> tuple[str, ...]:
+    left = tensor_of(region.inputs[0].node)
+    assert left is not None
+    space = region.space
+    sizes = (1 if space.l is None else space.l, space.m, space.n, left.shape[-1])
+    return tuple(str(expression(size)) for size in sizes)
+
+
+def _fuses(region: Region) -> tuple[str, ...]:
+    """What a region holds, in the field's words."""
+    words: list[str] = []
+    if region.anchor.target in (aten.addmm.default, aten.baddbmm.default):
+        words.append("bias")
+    loads = [v for v in postorder(roots(region.tree)) if isinstance(v, Load)]
+    if any(v.dtype == torch.bool for v in loads):
+        words.append("mask")
+    for node in region.nodes:
+        name = function_of(node)
+        if name is not None and name not in words and name not in ("mul", "add", "where"):
+            words.append(name)
+    if any(function_of(n) in ("mul", "where") for n in region.nodes) and "mask" not in words:
+        words.append("scale")
+    if any(v.kind == "tile" and v.dtype != torch.bool for v in loads) and any(
+        function_of(n) == "add" for n in region.nodes
+    ):
+        words.append("residual")
+    stores = sum(isinstance(s, Store) for s in region.tree.sinks)
+    if stores > 1:
+        words.append(f"{stores} stores")
+    for sink in region.tree.sinks:
+        if isinstance(sink, Reduce):
+            words.append(f"{sink.op} over {sink.over}")
+    assert words or any(is_reduction(n) for n in region.nodes)
+    return tuple(dict.fromkeys(words))
+
+
+def _unfused(left: Left, half: Half, device: Device) -> Unfused:
+    text = left.reason.text
+    if left.blocker is not None and left.best is None:
+        operation = str(left.blocker.target).removesuffix(".default")
+        text = f"{text}: {left.blocker.name} ({operation})"
+    return Unfused(
+        node=left.anchor.name,
+        half=half,
+        reason=text,
+        code=left.reason.code,
+        modelled_us=left.best.modelled_us if left.best else None,
+        replaced_us=left.best.replaced_us if left.best else product_us(left.anchor, device),
+    )

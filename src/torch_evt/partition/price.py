@@ -1,0 +1,294 @@
+"""What a region costs, and what it replaces: bytes over bandwidth and flops over peak.
+
+The other side is priced as Inductor really runs it: one library call per product, and pointwise
+operations and reductions fused greedily into groups. A region takes nodes out of those groups, so
+what it replaces is the product plus what its groups become cheaper by: a group that must run
+anyway, for a norm say, is not credited twice.
+
+All sizes are hints, so symbolic shapes are priced without adding guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_evt.devices import Device
+from torch_evt.graphs import output_values, tensor_of
+from torch_evt.mainloops import for_target
+from torch_evt.partition.elementwise import CONVERT, VIEWS, constant
+from torch_evt.partition.region import Region
+from torch_evt.torch_compat import size_hint
+from torch_evt.tree.ir import Reduce
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+_CACHED_SPEEDUP = 3.0
+"""Reading what the last kernel left in the last-level cache, against reading memory (an assumption
+of the model, to be measured by the tuner)."""
+
+_REDUCTIONS = frozenset(
+    {
+        aten.sum.dim_IntList,
+        aten.sum.default,
+        aten.amax.default,
+        aten.amin.default,
+        aten.mean.dim,
+        aten.var_mean.correction,
+        aten.any.dim,
+        aten.argmax.default,
+    }
+)
+_MOVES = VIEWS | {
+    aten.permute.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.split.Tensor,
+    aten.alias.default,
+    aten.detach.default,
+}
+_GENERATORS = frozenset(
+    {
+        aten.full.default,
+        aten.scalar_tensor.default,
+        prims.iota.default,
+        prims.inductor_random.default,
+        prims.inductor_lookup_seed.default,
+    }
+)
+_POINTWISE = frozenset(
+    {CONVERT, aten.clone.default, aten.where.self, aten.gather.default, aten.cat.default}
+)
+
+
+def bytes_of(value: Any) -> int:
+    """Bytes of a traced tensor, by its size hints; 0 for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    total = value.element_size()
+    for size, stride in zip(value.shape, value.stride()):
+        if not (isinstance(stride, int) and stride == 0):  # a broadcast is in memory once
+            total *= size_hint(size)
+    return total
+
+
+def product_us(region_or_node: fx.Node, device: Device) -> float:
+    """Microseconds of a plain product by a library: operands read, result written, no epilogue."""
+    return _main_us(region_or_node, device, _result_bytes(region_or_node))
+
+
+def region_us(region: Region, device: Device) -> float:
+    """Modelled microseconds of a region's kernel.
+
+    The main loop with its first full store runs at the larger of its flops and its bytes; what the
+    epilogue loads and stores beyond that is streamed without overlap.
+    """
+    extra = 0
+    loads = [i for i in region.inputs[len(region.tree.operands) :]]
+    extra += sum(bytes_of(i.node.meta["val"]) for i in loads)
+    stored = 0
+    for output in region.outputs:
+        size = bytes_of(output.nodes[0].meta["val"])
+        if isinstance(output.sink, Reduce):
+            extra += size
+        elif stored == 0:
+            stored = size
+        else:
+            extra += size
+    main = _main_us(region.anchor, device, stored)
+    return main + extra * region.mainloop.load_us_factor / device.bytes_per_us()
+
+
+def _result_bytes(anchor: fx.Node) -> int:
+    return bytes_of(anchor.meta["val"])
+
+
+def _main_us(anchor: fx.Node, device: Device, stored: int) -> float:
+    has_bias = anchor.target in (aten.addmm.default, aten.baddbmm.default)
+    a, b = anchor.args[1:3] if has_bias else anchor.args[:2]
+    left, right = tensor_of(a), tensor_of(b)
+    result = tensor_of(anchor)
+    assert left is not None and right is not None and result is not None
+    flops = 2.0 * size_hint(left.shape[-1])
+    for size in result.shape:
+        flops *= size_hint(size)
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    compute = flops / device.flops_per_us(left.dtype, tf32=tf32)
+    memory = (bytes_of(left) + bytes_of(right) + stored) / device.bytes_per_us()
+    return max(compute, memory) + device.launch_us
+
+
+@dataclass(frozen=True)
+class _Group:
+    nodes: frozenset[fx.Node]
+
+
+class InductorModel:
+    """How Inductor would run the nodes that no region takes.
+
+    Nodes carry a level: the number of kernels that must end before they can run. Pointwise nodes
+    and reductions over the last axis that touch each other on one level are one kernel; a
+    reduction over other axes starts a kernel of its own unless only it needs its input.
+    """
+
+    def __init__(self, graph: fx.Graph, device: Device) -> None:
+        self.device = device
+        self.results = {v for v in output_values(graph) if isinstance(v, fx.Node)}
+        self.groups = _grouped(graph)
+        self._full = {
+            id(group): self._price(group.nodes, frozenset())
+            for group in {id(g): g for g in self.groups.values()}.values()
+        }
+
+    def replaced_us(self, region: Region, others: Mapping[fx.Node, Any] | None = None) -> float:
+        """Microseconds that Inductor saves when `region` runs as a kernel of its own.
+
+        others: nodes that are in other regions already.
+        """
+        inside = frozenset(region.nodes) - region.kept
+        gone = frozenset(others or ())
+        total = product_us(region.anchor, self.device)
+        for group in {id(g): g for g in map(self.groups.get, region.nodes) if g}.values():
+            before = self._price(group.nodes - gone, gone) if gone else self._full[id(group)]
+            total += before - self._price(group.nodes - gone - inside, gone | inside)
+        # a value that the region reads, and that its group would not have stored, is stored now
+        for source in region.inputs[len(region.tree.operands) :]:
+            holder = self.groups.get(source.node)
+            if holder is None or holder.nodes & inside:
+                continue
+            stored_before = self._stored(source.node, holder.nodes - inside, inside)
+            if not stored_before:
+                total -= bytes_of(source.node.meta["val"]) / self.device.bytes_per_us()
+        return total
+
+    def _stored(self, node: fx.Node, group: frozenset[fx.Node], inside: frozenset[fx.Node]) -> bool:
+        return node in self.results or any(
+            user not in group and user not in inside for user in node.users
+        )
+
+    def _price(self, nodes: frozenset[fx.Node], gone: frozenset[fx.Node]) -> float:
+        """Microseconds of one kernel of these nodes: what it reads from and leaves in memory."""
+        working = [n for n in nodes if n.target not in _MOVES and n.target not in _GENERATORS]
+        if not working:
+            return 0.0
+        reads: dict[fx.Node, int] = {}
+        writes = 0
+        for node in nodes:
+            for source in node.all_input_nodes:
+                root = source
+                while root not in nodes and root.target in _MOVES and root.all_input_nodes:
+                    root = root.all_input_nodes[0]
+                if root not in nodes and constant(root) is None:
+                    size = bytes_of(source.meta.get("val"))
+                    reads[root] = max(reads.get(root, 0), size)
+            if self._leaves(node, nodes):
+                writes += bytes_of(node.meta.get("val"))
+        time = 0.0
+        for root, size in reads.items():
+            recent = root in gone or for_target(root.target) is not None
+            fast = recent and size <= self.device.l2_bytes / 2
+            time += size / (_CACHED_SPEEDUP if fast else 1.0)
+        return (time + writes) / self.device.bytes_per_us() + self.device.launch_us
+
+    def _leaves(self, node: fx.Node, nodes: frozenset[fx.Node]) -> bool:
+        """Whether a node's value must be in memory: somebody outside reads it, through views too."""
+        if node.target in _MOVES or node.target in _GENERATORS:
+            return False
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current in self.results:
+                return True
+            for user in current.users:
+                if user.op == "output":
+                    return True
+                if user.target in _MOVES:
+                    stack.append(user)
+                elif user not in nodes and user.target is not getattr:
+                    return True
+        return False
+
+
+def _fusible(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if target in _MOVES or target in _GENERATORS or target in _POINTWISE or target in _REDUCTIONS:
+        return True
+    if getattr(target, "__name__", "") == "getitem":
+        return _fusible(node.all_input_nodes[0])
+    return torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def _is_column_reduction(node: fx.Node) -> bool:
+    """A reduction that keeps the last axis: it needs all rows, so it ends its kernel."""
+    if node.target not in _REDUCTIONS:
+        return False
+    value = tensor_of(node.all_input_nodes[0])
+    dims = node.args[1] if len(node.args) > 1 else None
+    if value is None or not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    return all(int(d) % value.dim() != value.dim() - 1 for d in dims)  # type: ignore[arg-type]
+
+
+def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    fusible = {n for n in nodes if _fusible(n)}
+    level: dict[fx.Node, int] = {}
+    for node in nodes:
+        level[node] = max(
+            (level[s] + _barrier(s, node, fusible) for s in node.all_input_nodes if s in level),
+            default=0,
+        )
+    for node in reversed(nodes):  # as late as its users allow, as Inductor inlines it
+        users = [u for u in node.users if u.op == "call_function"]
+        if node not in fusible or node.target in _REDUCTIONS or len(users) < len(node.users):
+            continue
+        if users and all(u in fusible and _barrier(node, u, fusible) == 0 for u in users):
+            level[node] = max(level[node], min(level[u] for u in users))
+    parent = {n: n for n in fusible}
+
+    def find(node: fx.Node) -> fx.Node:
+        while parent[node] is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if node in fusible and source in fusible and level[node] == level[source]:
+                parent[find(source)] = find(node)
+    members: dict[fx.Node, set[fx.Node]] = {}
+    for node in fusible:
+        members.setdefault(find(node), set()).add(node)
+    return {n: group for m in members.values() for group in [_Group(frozenset(m))] for n in m}
+
+
+def _barrier(source: fx.Node, user: fx.Node, fusible: set[fx.Node]) -> int:
+    """How many kernels must end between a node and its user."""
+    if source not in fusible or user not in fusible:
+        return 1
+    if _is_column_reduction(source):
+        return 1
+    if _is_column_reduction(user) and len(source.users) > 1 and source.target not in _MOVES:
+        return 1
+    return 0
+
+
+def total_us(graph: fx.Graph, device: Device, skipped: Iterable[fx.Node] = ()) -> float:
+    """Modelled microseconds of everything that the model prices, without regions."""
+    model = InductorModel(graph, device)
+    gone = set(skipped)
+    products = sum(
+        product_us(n, device)
+        for n in graph.nodes
+        if n.op == "call_function" and for_target(n.target) is not None and n not in gone
+    )
+    groups = {id(g): g for g in model.groups.values()}.values()
+    return products + sum(model._price(g.nodes - gone, frozenset(gone)) for g in groups)

@@ -1,0 +1,442 @@
+"""The compiler, from top to bottom: what happens to a graph, in order.
+
+Training (`partition`): the joint graph is canonicalised, recomposed and planned; the rewritten
+graph is cut in halves by min-cut; on each half the planned regions are checked again and placed,
+or, where min-cut decided otherwise, chosen anew. Inference (`transform_inference`): the same on the
+one graph. Between any two passes a verifier checks the graph.
+
+A graph in which nothing is placed goes on as AOTAutograd made it, and so does one in which a pass
+fails, unless `evt.strict` asks for the exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_evt import devices, dump
+from torch_evt.devices import Device
+from torch_evt.emit import emitter_for
+from torch_evt.errors import PassError
+from torch_evt.graphs import (
+    copy_of,
+    output_values,
+    replace_contents,
+    signature,
+    tensor_of,
+    verify,
+)
+from torch_evt.joint import canonicalise, common_subexpressions, recompose
+from torch_evt.options import Options
+from torch_evt.partition import candidates, describe, place
+from torch_evt.partition.candidates import Rules
+from torch_evt.partition.greedy import Choice, choose, waits_for_itself
+from torch_evt.partition.halves import Label, label_all, label_joint
+from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
+from torch_evt.partition.region import Region
+from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
+from torch_evt.tree.text import to_text
+
+log = logging.getLogger("torch_evt")
+
+
+@dataclass
+class State:
+    """What the passes of one graph share.
+
+    module: the graph being rewritten. labels: each node's half. planned: the joint plan's regions
+    of this half. choice: what was chosen here. kernels: the operators placed.
+    """
+
+    module: fx.GraphModule
+    options: Options
+    device: Device
+    half: Half | None = None
+    num_forward_outputs: int = 0
+    planned: tuple[RegionPlan, ...] = ()
+    labels: dict[fx.Node, Label] = field(default_factory=dict)
+    choice: Choice = Choice((), ())
+    kernels: list[fx.Node] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named step. `evt.disable` leaves it out by its name."""
+
+    name: str
+    run: Callable[[State], None]
+
+
+def _canonicalise(state: State) -> None:
+    canonicalise.apply(state.module.graph)
+
+
+def _merge_equal(state: State) -> None:
+    common_subexpressions.apply(state.module.graph)
+
+
+def _recompose(state: State) -> None:
+    recompose.apply(state.module.graph, exact_rounding=state.options.precision == "eager")
+
+
+def _plan(state: State) -> None:
+    graph = state.module.graph
+    if state.half is None:
+        state.labels = label_joint(graph, state.num_forward_outputs)
+    else:
+        state.labels = label_all(graph, state.half)
+    state.choice = choose(graph, state.device, _rules(state))
+
+
+def _recheck(state: State) -> None:
+    """Find the planned regions again on a real half; choose anew where one does not stand."""
+    assert state.half is not None
+    graph = state.module.graph
+    state.labels = label_all(graph, state.half)
+    rules = _rules(state)
+    kept = _planned_regions(graph, state.planned, rules)
+    if kept is None:
+        state.notes.append(f"{state.half}: min-cut decided otherwise, so it was planned anew")
+        kept = []
+    state.choice = choose(graph, state.device, rules, fixed=kept)
+
+
+def _place(state: State) -> None:
+    placed = []
+    replaced: dict[fx.Node, fx.Node] = {}
+    for chosen in state.choice.chosen:
+        try:
+            kernel = place.place(
+                state.module.graph, chosen.priced.region, replaced, poison=state.options.poison
+            )
+        except place.CannotPlace as error:
+            state.notes.append(f"{chosen.priced.region.anchor.name}: {error}")
+            continue
+        state.kernels.append(kernel)
+        placed.append(chosen)
+    state.choice = Choice(tuple(placed), state.choice.left)
+
+
+def _expand(state: State) -> None:
+    recompose.expand(state.module.graph)
+
+
+CANONICALISE = Pass("canonicalise", _canonicalise)
+COMMON_SUBEXPRESSIONS = Pass("common_subexpressions", _merge_equal)
+RECOMPOSE = Pass("recompose", _recompose)
+PLAN = Pass("plan", _plan)
+RECHECK = Pass("recheck", _recheck)
+PLACE = Pass("place", _place)
+EXPAND = Pass("expand", _expand)
+
+JOINT: tuple[Pass, ...] = (CANONICALISE, COMMON_SUBEXPRESSIONS, RECOMPOSE, PLAN)
+BEFORE_CUT: tuple[Pass, ...] = (EXPAND,)
+HALF: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, RECHECK, PLACE, EXPAND)
+INFERENCE: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, PLAN)
+PLACE_INFERENCE: tuple[Pass, ...] = (PLACE, EXPAND)
+
+
+Observer = Callable[[GraphPlan], None]
+_observers: ContextVar[tuple[Observer, ...]] = ContextVar("torch_evt_observers", default=())
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Call `observer` with the plan of every graph that is compiled inside the block."""
+    token = _observers.set((*_observers.get(), observer))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+def partition(
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    other: Partitioner | None,
+    kwargs: dict[str, Any],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph into a forward and a backward graph, with regions placed in both.
+
+    other: a partitioner to use in place of min-cut. kwargs: what Inductor gives its partitioner.
+    """
+    placing = _placing(joint.graph, options)
+    if not (placing or _wanted(options)):
+        return run_partitioner(joint, inputs, other, kwargs)
+    device = _target(options)
+    state = State(
+        copy_of(joint), options, device, num_forward_outputs=int(kwargs["num_fwd_outputs"])
+    )
+    halves: tuple[State, ...] = ()
+    with _falling_back(state):
+        state.folder = _folder(options, "joint")
+        _run(JOINT, state)
+        if placing and state.choice.chosen:
+            halves = _halves(state, inputs, other, kwargs)
+    if any(half.kernels for half in halves):
+        forward, backward = (half.module for half in halves)
+    else:
+        halves = ()
+        forward, backward = run_partitioner(joint, inputs, other, kwargs)
+    _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
+    return forward, backward
+
+
+def transform_inference(graph: fx.Graph, options: Options) -> None:
+    """Place regions in an inference graph, in place; it stays as it is where none is placed."""
+    placing = _placing(graph, options)
+    if not (placing or _wanted(options)):
+        return
+    owner = graph.owning_module or torch.nn.Module()
+    module = copy_of(fx.GraphModule(owner, graph))
+    state = State(module, options, _target(options), half="inference")
+    with _falling_back(state):
+        state.folder = _folder(options, "inference")
+        _run(INFERENCE, state)
+        if placing and state.choice.chosen:
+            _run(PLACE_INFERENCE, state)
+            if state.kernels:
+                replace_contents(graph, state.module.graph)
+    _report(_inference_plan(state))
+
+
+def _halves(
+    joint: State, inputs: Sequence[Any], other: Partitioner | None, kwargs: dict[str, Any]
+) -> tuple[State, ...]:
+    labels, choice = joint.labels, joint.choice
+    planned = describe.regions_of(choice, labels)
+    _run(BEFORE_CUT, joint)
+    joint.module.recompile()
+    cut = run_partitioner(joint.module, inputs, other, dict(kwargs))
+    states = []
+    names: tuple[Half, Half] = ("forward", "backward")
+    for name, module in zip(names, cut):
+        state = State(
+            module,
+            joint.options,
+            joint.device,
+            half=name,
+            planned=tuple(region for region in planned if region.half == name),
+            folder=joint.folder,
+        )
+        _run(HALF, state)
+        module.recompile()
+        states.append(state)
+    return tuple(states)
+
+
+def _planned_regions(
+    graph: fx.Graph, planned: Sequence[RegionPlan], rules: Rules
+) -> list[Region] | None:
+    """The planned regions in a half, each with the tree it was planned with; None where one fails."""
+    named = {node.name: node for node in graph.nodes}
+    loops = dict(candidates.anchors(graph))
+    found: list[Region] = []
+    for plan in planned:
+        nodes = [named.get(name) for name in plan.nodes]
+        anchor = named.get(plan.anchor)
+        if anchor not in loops or any(node is None for node in nodes):
+            return None
+        built = (
+            candidates.build(anchor, loops[anchor], nodes, rules, recompute=recompute)  # type: ignore[arg-type]
+            for recompute in (False, True)
+        )
+        same = [r for r in built if isinstance(r, Region) and to_text(r.tree) == plan.tree]
+        if not same or waits_for_itself(same[0], found):
+            return None
+        found.append(same[0])
+    return found
+
+
+def _rules(state: State) -> Rules:
+    return Rules(
+        labels=state.labels,
+        device_kind=state.device.kind,
+        exact_rounding=state.options.precision == "eager",
+        disabled=state.options.disable,
+    )
+
+
+def _run(passes: tuple[Pass, ...], state: State) -> None:
+    """Run passes with a verifier behind each; PassError names the one that failed."""
+    for step in passes:
+        if step.name in state.options.disable:
+            continue
+        before = signature(state.module.graph)
+        start = time.perf_counter()
+        try:
+            step.run(state)
+            verify(state.module.graph, before, step.name)
+        except Exception as error:
+            place_ = state.half or "joint"
+            raise PassError(f"pass {step.name} failed on a {place_} graph: {error}") from error
+        seconds = time.perf_counter() - start
+        log.debug("%s %s: %.1f ms", state.half or "joint", step.name, seconds * 1e3)
+        if state.folder is not None:
+            dump.write_stage(
+                state.folder, f"{state.half or 'joint'}_{step.name}", state.module, seconds
+            )
+
+
+@contextmanager
+def _falling_back(state: State) -> Iterator[None]:
+    """Leave the graph to Inductor when one of our passes fails, unless strict."""
+    try:
+        yield
+    except Exception as error:
+        if state.options.strict:
+            raise
+        state.kernels = []
+        state.choice = Choice((), ())
+        where = ""
+        try:
+            folder = state.folder or _folder(state.options, "failed", always=True)
+            if folder is not None:
+                where = f" The graph is in {dump.write_stage(folder, 'failed', state.module, 0.0)}."
+        except OSError as failure:
+            where = f" (The graph could not be written: {failure}.)"
+        log.warning(
+            "%s. This graph is compiled by Inductor alone.%s Set evt.strict to see the exception.",
+            error,
+            where,
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )
+        state.notes.append(f"{error}; this graph was left to Inductor")
+
+
+def _placing(graph: fx.Graph, options: Options) -> bool:
+    """Whether regions may be placed: there is an emitter, or the reference is asked for."""
+    if options.place != "auto":
+        return options.place == "always"
+    found = {t.device for n in graph.nodes if (t := tensor_of(n)) is not None}
+    return any(emitter_for(device) is not None for device in found)
+
+
+def _wanted(options: Options) -> bool:
+    """Whether somebody wants to see the plan although nothing is placed."""
+    return bool(_observers.get()) or options.dump is not None or log.isEnabledFor(logging.DEBUG)
+
+
+def _target(options: Options) -> Device:
+    return devices.device(options.target or devices.default_target())
+
+
+def _folder(options: Options, kind: str, always: bool = False) -> Path | None:
+    if options.dump is not None:
+        return dump.folder_for(options.dump, f"{compile_id()}_{kind}")
+    if always:
+        import tempfile
+
+        return dump.folder_for(tempfile.mkdtemp(prefix="torch_evt_"), f"{compile_id()}_{kind}")
+    return None
+
+
+def _report(plan: GraphPlan) -> None:
+    for region in plan.regions:
+        log.debug(
+            "%s %s (%s): %.1f us instead of %.1f us: %s",
+            region.half,
+            region.anchor,
+            "placed" if plan.placed else "planned",
+            region.modelled_us,
+            region.replaced_us,
+            region.tree,
+        )
+    for unfused in plan.unfused:
+        log.debug("%s %s is left to Inductor: %s", unfused.half, unfused.node, unfused.reason)
+    for note in plan.notes:
+        log.info("%s: %s", plan.id, note)
+    for observer in _observers.get():
+        observer(plan)
+
+
+def _inference_plan(state: State) -> GraphPlan:
+    regions = describe.regions_of(state.choice, state.labels)
+    return GraphPlan(
+        id=f"{compile_id()} inference",
+        solver="greedy",
+        optimal=False,
+        objective_us=_objective(regions, unfused := _unfused(state)),
+        regions=regions,
+        unfused=unfused,
+        placed=bool(state.kernels),
+        notes=tuple(state.notes),
+    )
+
+
+def _training_plan(
+    joint: State,
+    halves: tuple[State, ...],
+    forward: fx.GraphModule,
+    inputs: Sequence[Any],
+    other: Partitioner | None,
+    kwargs: dict[str, Any],
+    original: fx.GraphModule,
+) -> GraphPlan:
+    regions: tuple[RegionPlan, ...] = ()
+    unfused: tuple[Unfused, ...] = ()
+    notes = list(joint.notes)
+    for state in halves or (joint,):
+        regions += describe.regions_of(state.choice, state.labels, first_number=len(regions))
+        unfused += _unfused(state)
+        if state is not joint:
+            notes += state.notes
+    saved = describe.saved_of(
+        v
+        for v in output_values(forward.graph)[joint.num_forward_outputs :]
+        if isinstance(v, fx.Node)
+    )
+    inductor_bytes: int | None = None
+    if _observers.get():
+        plain = forward
+        if halves:
+            plain, _ = run_partitioner(original, inputs, other, dict(kwargs))
+        inductor_bytes = _saved_bytes(plain, joint.num_forward_outputs)
+    return GraphPlan(
+        id=f"{compile_id()} joint",
+        solver="greedy",
+        optimal=False,
+        objective_us=_objective(regions, unfused),
+        regions=regions,
+        unfused=unfused,
+        saved=saved,
+        saved_bytes=_saved_bytes(forward, joint.num_forward_outputs),
+        inductor_saved_bytes=inductor_bytes,
+        placed=bool(halves),
+        notes=tuple(notes),
+    )
+
+
+def _unfused(state: State) -> tuple[Unfused, ...]:
+    return describe.unfused_of(state.choice, state.labels, state.device)
+
+
+def _objective(regions: Sequence[RegionPlan], unfused: Sequence[Unfused]) -> float:
+    """Modelled microseconds of all products, fused or not."""
+    return sum(r.modelled_us for r in regions) + sum(u.replaced_us or 0.0 for u in unfused)
+
+
+def _saved_bytes(forward: fx.GraphModule, num_forward_outputs: int) -> int | None:
+    """Bytes kept for backward beyond the graph's inputs; None where a size is symbolic."""
+    total = 0
+    for value in output_values(forward.graph)[num_forward_outputs:]:
+        tensor = tensor_of(value)
+        if tensor is None or value.op == "placeholder":
+            continue
+        size = describe.tensor_bytes(tensor)
+        if size is None:
+            return None
+        total += size
+    return total

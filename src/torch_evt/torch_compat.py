@@ -1,0 +1,137 @@
+"""The private names of PyTorch that torch_evt uses, in one place.
+
+Checked on torch 2.11.0 and 2.13.0 by running, on 2.12, 2.14 and 2.15 by reading; each entry says
+where the name comes from. Nothing here patches PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+from torch_evt.errors import OptionError
+
+try:  # torch 2.12 and later tell the pass whether the graph is for inference
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+except ImportError:
+    CustomInferenceAwareGraphPass = None  # type: ignore[assignment,misc]
+
+__all__ = [
+    "CustomGraphPass",
+    "CustomInferenceAwareGraphPass",
+    "CustomPartitionerFn",
+    "common_subexpressions",
+    "compile_fx",
+    "compile_id",
+    "decomposition_table",
+    "files_digest",
+    "inductor_config",
+    "inductor_settings",
+    "register_entry_point",
+    "reset_cudagraph_trees",
+    "run_partitioner",
+    "size_hint",
+]
+
+Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def register_entry_point(name: str, value: str) -> None:
+    """Make torch.compile find a backend by name without importing it, as an installed entry point
+    does (torch/_dynamo/backends/registry.py)."""
+    from torch._dynamo.backends import registry
+
+    if name not in registry._BACKENDS:
+        registry._BACKENDS[name] = EntryPoint(name, value, "torch_dynamo_backends")
+
+
+def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's configuration for `mode=` and `options=`, checked as its own backend checks them.
+
+    Raises OptionError for what Inductor does not know. Also makes the environment settings that
+    CUDA graphs need on old CUDA versions (torch/__init__.py, _TorchCompileInductorWrapper).
+    """
+    try:
+        return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
+    except (RuntimeError, ValueError) as error:
+        raise OptionError(f"Inductor: {error}") from error
+
+
+def compile_id() -> str:
+    """The id of the compilation in progress, as TORCH_LOGS prints it: "0/0"; "-" outside one."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    return "-" if current is None else str(current)
+
+
+def common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph that computes every value once, random ones aside: what min-cut itself does
+    to a joint graph first (torch._functorch.compile_utils.fx_graph_cse)."""
+    return fx_graph_cse(graph)
+
+
+def decomposition_table() -> dict[Any, Any]:
+    """The decompositions that Inductor traces with (torch._inductor.decomposition)."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def inductor_config() -> Any:
+    """torch._inductor.config, imported when first needed."""
+    import torch._inductor.config
+
+    return torch._inductor.config
+
+
+def reset_cudagraph_trees() -> None:
+    """What Inductor's own backend does on torch._dynamo.reset (torch/__init__.py)."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees as reset
+
+    reset()
+
+
+def run_partitioner(
+    joint: fx.GraphModule, inputs: Sequence[Any], other: Partitioner | None, kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut a joint graph in halves: by `other`, or else by min-cut, as Inductor calls it."""
+    partitioner: Partitioner = other or min_cut_rematerialization_partition
+    return partitioner(joint, inputs, **kwargs)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A number for a size, symbolic or not, without adding a guard; 0 < result.
+
+    Symbolic sizes give their hint (the value of the traced call), 8192 where there is none
+    (Inductor's own choice for unbacked sizes).
+    """
+    if isinstance(size, int):
+        return size
+    node = size.node
+    hint = getattr(node, "_hint", None)
+    if hint is None:
+        try:
+            hint = node.shape_env.size_hint(node.expr)
+        except (AttributeError, RuntimeError, ValueError):
+            hint = None
+    return int(hint) if hint is not None and int(hint) > 0 else 8192
+
+
+def files_digest(paths: Sequence[str]) -> str:
+    """Digest of the contents of source files, for cache keys."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(path.rsplit("/", 1)[-1].encode())
+            digest.update(file.read())
+    return digest.hexdigest()

@@ -1,0 +1,152 @@
+"""The command line: what it prints, what it writes, and how it ends."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from torch_evt.cli import main
+from torch_evt.devices import device
+from torch_evt.partition.plan import Plan
+from torch_evt.report import doctor
+from torch_evt.report.doctor import Check
+from torch_evt.report.plan_json import to_json
+
+
+class Explained:
+    """Stands in for `explain`: keeps what it was called with, returns a random plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, model: Any, *inputs: Any, loss: Any = None, options: Any = None) -> Plan:
+        grad = torch.is_grad_enabled()
+        self.calls.append(
+            {"model": model, "inputs": inputs, "loss": loss, "options": options, "grad": grad}
+        )
+        if "evt.target" in options:
+            device(options["evt.target"])
+        return self.plan
+
+
+@pytest.fixture
+def explained(
+    monkeypatch: pytest.MonkeyPatch, random_plan: Callable[..., Plan]
+) -> Iterator[Explained]:
+    stand_in = Explained(random_plan(11))
+    module = ModuleType("torch_evt.report.explain")
+    module.explain = stand_in  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_evt.report.explain", module)
+    yield stand_in
+
+
+def _evt(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_help_lists_every_command() -> None:
+    result = _evt("--help")
+    assert result.exit_code == 0
+    assert all(command in result.output for command in ("doctor", "demo", "explain"))
+
+
+def test_explain_passes_size_dtype_and_options_on_and_prints_the_plan(
+    explained: Explained,
+) -> None:
+    options = "--size small --dtype bf16 --target h200 --place always"
+    result = _evt("explain", "mlp", *options.split())
+    assert result.exit_code == 0, result.output
+    (call,) = explained.calls
+    assert call["inputs"][0].shape == (512, 256) and call["inputs"][0].dtype == torch.bfloat16
+    assert call["options"] == {"evt.target": "h200", "evt.place": "always"}
+    assert callable(call["loss"]) and call["model"].training and call["grad"]
+    assert "forward: fused" in result.output and "backward: fused" in result.output
+
+
+def test_explain_gives_no_option_that_was_not_asked_for(explained: Explained) -> None:
+    assert _evt("explain", "mlp").exit_code == 0
+    assert explained.calls[0]["options"] == {}
+    assert explained.calls[0]["inputs"][0].dtype == torch.float32
+
+
+def test_explain_inference_takes_no_loss_and_no_gradient(explained: Explained) -> None:
+    assert _evt("explain", "gpt2-medium", "--inference").exit_code == 0
+    (call,) = explained.calls
+    assert call["loss"] is None and not call["grad"] and not call["model"].training
+
+
+def test_explain_json_is_the_contract_on_stdout_or_in_a_file(
+    explained: Explained, tmp_path: Path
+) -> None:
+    expected = json.loads(json.dumps(to_json(explained.plan)))
+    assert json.loads(_evt("explain", "mlp", "--json", "-").output) == expected
+    result = _evt("explain", "mlp", "--json", str(tmp_path / "plan.json"))
+    assert json.loads((tmp_path / "plan.json").read_text()) == expected
+    assert "forward: fused" in result.output
+
+
+def test_explain_takes_a_function_of_the_users(
+    explained: Explained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "import torch\ndef make():\n    return torch.nn.Linear(2, 3), (torch.ones(1, 2),), None\n"
+    )
+    (tmp_path / "my_model_of_three.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert _evt("explain", "my_model_of_three:make").exit_code == 0
+    assert isinstance(explained.calls[0]["model"], torch.nn.Linear)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mpl"], "unknown workload 'mpl'; did you mean 'mlp'?"),
+        (["mlp", "--size", "big"], "unknown size of mlp 'big'"),
+        (["mlp", "--target", "h20"], "unknown target 'h20'; did you mean 'h200'?"),
+        (["no_such_module_at_all:make"], "cannot load 'no_such_module_at_all:make'"),
+    ],
+)
+def test_our_errors_are_one_line_and_end_with_2(
+    explained: Explained, arguments: list[str], message: str
+) -> None:
+    result = _evt("explain", *arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: ") and message in result.output
+    assert result.output.count("\n") == 1 and "Traceback" not in result.output
+
+
+def test_errors_that_are_not_ours_keep_their_traceback(
+    explained: Explained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_broken_model.py").write_text("def make():\n    raise RuntimeError('mine')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    result = _evt("explain", "my_broken_model:make")
+    assert isinstance(result.exception, RuntimeError) and str(result.exception) == "mine"
+
+
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
+def test_doctor_ends_with_1_exactly_when_something_is_broken(
+    monkeypatch: pytest.MonkeyPatch, state: Any, code: int
+) -> None:
+    checks = [Check("python", "3.11"), Check("thing", "value", state, "do this")]
+    monkeypatch.setattr(doctor, "examine", lambda: checks)
+    result = _evt("doctor")
+    assert result.exit_code == code
+    assert "thing" in result.output and "do this" in result.output
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_demo_ends_with_what_the_demo_says(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    module = ModuleType("torch_evt.report.demo")
+    module.run = lambda: code  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_evt.report.demo", module)
+    assert _evt("demo").exit_code == code

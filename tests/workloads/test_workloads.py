@@ -1,0 +1,207 @@
+"""Workloads: reproducible, random where a zero would hide a fault, and what the papers describe."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from torch_evt import workloads
+from torch_evt.errors import ExplainError, OptionError
+from torch_evt.workloads import gpt2_medium, mlp, text
+
+NAMES = workloads.names()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _gradients(name: str, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    workload = workloads.get(name)
+    model, inputs, loss = workload.make(seed=seed, dtype=dtype)
+    assert loss is not None
+    torch.manual_seed(seed)
+    loss(model(*inputs)).backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_registered_names_and_sizes() -> None:
+    assert set(NAMES) == {"mlp", "gpt2-medium"}
+    assert all(workloads.sizes(name) == ("tiny", "small", "paper") for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_seeds_give_equal_models_and_other_seeds_others(name: str) -> None:
+    (a, x, _), (b, y, _), (c, z, _) = (workloads.get(name).make(seed=seed) for seed in (3, 3, 4))
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters(), strict=True))
+    assert torch.equal(x[0], y[0]) and not torch.equal(x[0], z[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_are_those_that_make_has(name: str) -> None:
+    workload = workloads.get(name)
+    assert torch.equal(workload.inputs(seed=5)[0], workload.make(seed=5)[1][0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_parameter_and_no_gradient_is_zero(name: str, dtype: torch.dtype) -> None:
+    model, _, _ = workloads.get(name).make(seed=1, dtype=dtype)
+    gradients = _gradients(name, dtype, seed=1)
+    for key, parameter in model.named_parameters():
+        assert (parameter == 0).float().mean() < 0.01, key
+        assert gradients[key].isfinite().all() and gradients[key].norm() > 0, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_have_the_dtype_and_norms_stay_fp32(name: str, dtype: torch.dtype) -> None:
+    model, inputs, loss = workloads.get(name).make(dtype=dtype)
+    assert loss is not None
+    for module in model.modules():
+        own = torch.float32 if isinstance(module, nn.LayerNorm) else dtype
+        assert all(p.dtype == own for p in module.parameters(recurse=False))
+    output = model(*inputs)
+    assert output.dtype == dtype
+    assert loss(output).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_step_is_the_loss_of_make(name: str) -> None:
+    workload = workloads.get(name)
+    model, inputs, loss = workload.make(seed=2)
+    assert loss is not None
+    torch.manual_seed(0)
+    expected = loss(model(*inputs))
+    torch.manual_seed(0)
+    assert torch.equal(workload.step(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_double_copy_computes_in_double(name: str) -> None:
+    model, inputs, loss = workloads.get(name).make(dtype=torch.float64)
+    assert loss is not None
+    value = loss(model.eval()(*inputs))
+    assert value.dtype == torch.float64
+    single = value.float().double()
+    assert value != single, "a value that fp32 can hold was rounded to fp32 on its way"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_paper_size_works_without_memory(name: str) -> None:
+    model, inputs, loss = workloads.get(name, "paper").make(device="meta")
+    assert loss is not None and loss(model(*inputs)).shape == ()
+    with FakeTensorMode():
+        model, inputs, loss = workloads.get(name, "paper").make(dtype=torch.bfloat16)
+        output = model(*inputs)
+        assert isinstance(output, FakeTensor) and output.device.type == "cpu"
+        assert loss is not None and loss(output).shape == ()
+
+
+def test_mlp_is_two_relu_layers_without_bias() -> None:
+    model, (x,), loss = workloads.get("mlp").make(seed=7)
+    w1, w2 = (p.detach() for p in model.parameters())
+    assert (w1.shape, w2.shape, x.shape) == ((128, 64), (64, 128), (32, 64))
+    output = model(x)
+    torch.testing.assert_close(output, ((x @ w1.T).clamp(min=0) @ w2.T).clamp(min=0))
+    assert loss is not None
+    (upstream,) = torch.autograd.grad(loss(output), output)
+    torch.testing.assert_close(upstream, torch.softmax(output, 1))
+
+
+def test_gpt_sees_no_token_after_its_own() -> None:
+    model, (tokens,), _ = workloads.get("gpt2-medium").make(seed=0)
+    model.eval()
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :20], after[:, :20])
+    assert (before[:, 20:] - after[:, 20:]).abs().amax(dim=(0, 2)).min() > 1e-5
+
+
+def test_gpt_ties_its_head_to_its_embedding() -> None:
+    model, (tokens,), _ = workloads.get("gpt2-medium").make(seed=0)
+    model.eval()
+    before = model(tokens)
+    unused = next(token for token in range(256) if not (tokens == token).any())
+    with torch.no_grad():
+        model.embedding.weight[unused] *= 2
+    after = model(tokens)
+    torch.testing.assert_close(after[..., unused], 2 * before[..., unused])
+    assert torch.equal(after[..., :unused], before[..., :unused])
+
+
+def test_gpt_paper_size_is_gpt2_medium() -> None:
+    model, (tokens,), _ = workloads.get("gpt2-medium", "paper").make(device="meta")
+    assert tokens.shape == (8, 1024)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == 354_823_168 + (50304 - 50257) * 1024, "GPT-2 medium with a padded vocabulary"
+
+
+def test_gpt_dropout_acts_in_training_only() -> None:
+    model, (tokens,), _ = workloads.get("gpt2-medium").make(seed=0)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_the_last_position_has_no_target() -> None:
+    tokens = torch.randint(256, (3, 9))
+    targets = gpt2_medium.next_tokens(tokens)
+    assert torch.equal(targets[:, :-1], tokens[:, 1:])
+    assert (targets[:, -1] == gpt2_medium.IGNORED).all()
+    logits = torch.randn(3, 9, 256)
+    expected = -logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).mean()
+    torch.testing.assert_close(gpt2_medium.cross_entropy(logits, targets), expected)
+
+
+def test_the_text_is_the_standard_library_and_windows_are_parts_of_it() -> None:
+    corpus = text.corpus()
+    assert len(corpus) == text.LIMIT
+    assert b"import " in corpus
+    for row in text.tokens(0, batch=4, length=100, vocabulary=256).tolist():
+        assert bytes(row) in corpus
+
+
+def test_a_wide_vocabulary_is_read_in_more_than_256_rows() -> None:
+    wide = text.tokens(0, batch=8, length=1024, vocabulary=50304)
+    assert wide.unique().numel() > 256
+    assert wide.min() >= 0 and wide.max() < 50304
+    assert text.tokens(0, batch=2, length=50, vocabulary=100).max() < 100
+
+
+def test_mlp_loss_is_computed_in_fp32_for_half_outputs() -> None:
+    output = torch.randn(16, 64).bfloat16()
+    assert torch.equal(mlp.loss(output), torch.logsumexp(output.float(), 1).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("gpt2", "tiny", "unknown workload 'gpt2'; did you mean 'gpt2-medium'"),
+        ("mlp", "papr", "unknown size of mlp 'papr'; did you mean 'paper'"),
+    ],
+)
+def test_an_unknown_name_or_size_names_the_nearest(name: str, size: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        workloads.get(name, size)
+
+
+def test_load_takes_a_function_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "import torch\ndef make():\n    return torch.nn.Linear(2, 3), (torch.ones(1, 2),), None\n"
+    )
+    (tmp_path / "my_model_of_two.py").write_text(source + "def wrong():\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model, inputs, loss = workloads.load("my_model_of_two:make")
+    assert model(*inputs).shape == (1, 3) and loss is None
+    with pytest.raises(ExplainError, match="returned int"):
+        workloads.load("my_model_of_two:wrong")
+    with pytest.raises(ExplainError, match="cannot load 'my_model_of_two:missing'"):
+        workloads.load("my_model_of_two:missing")
+    with pytest.raises(ExplainError, match="cannot load 'no_such_module_at_all:make'"):
+        workloads.load("no_such_module_at_all:make")
