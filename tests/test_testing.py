@@ -398,6 +398,20 @@ def test_options_reach_the_backend_with_eager_randomness(monkeypatch):
     ]
 
 
+def test_casts_in_the_model_count_as_errors_of_eager():
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(torch.bfloat16).to(x.dtype)).sum()
+
+    def make(seed: int):
+        torch.manual_seed(seed)
+        return Rounded(8, 3), (torch.randn(4, 8),), None
+
+    comparison = check_model(make, dtype=torch.float32, backend="eager")
+    errors = [t.eager.l2 for t in comparison.tensors if t.name == "grad:weight"]
+    assert comparison.passed and min(errors) > 1e-4
+
+
 def test_every_seed_compares_its_own_model():
     comparison = check_model(make_block(torch.float32), dtype=torch.float32, backend="eager")
     outputs = [t for t in comparison.tensors if t.name == "grad:up.weight"]

@@ -357,9 +357,7 @@ def fp64_copy(model: torch.nn.Module) -> torch.nn.Module:
 
     Run it under `Fp64Arithmetic`, or casts in the model's own code round to fp32 or less.
     """
-    double = copy.deepcopy(model).to(torch.float64)
-    double.zero_grad(set_to_none=True)
-    return double
+    return copy.deepcopy(model).to(torch.float64)  # a deep copy leaves gradients behind
 
 
 class Fp64Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -122,7 +122,7 @@ def _unfused(left: Left, half: Half, device: Device) -> Unfused:
     text = left.reason.text
     if left.blocker is not None and left.best is None:
         operation = str(left.blocker.target).removesuffix(".default")
-        text = f"{text}: {left.blocker.name} ({operation})"
+        text = f"{text}: {operation}"
     return Unfused(
         node=left.anchor.name,
         half=half,

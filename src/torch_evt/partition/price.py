@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -156,7 +157,10 @@ class InductorModel:
         total = product_us(region.anchor, self.device)
         for group in {id(g): g for g in map(self.groups.get, region.nodes) if g}.values():
             before = self._price(group.nodes - gone, gone) if gone else self._full[id(group)]
-            total += before - self._price(group.nodes - gone - inside, gone | inside)
+            after = self._price(
+                group.nodes - gone - inside, gone | inside, {n: region for n in region.kept}
+            )
+            total += before - after
         # a value that the region reads, and that its group would not have stored, is stored now
         for source in region.inputs[len(region.tree.operands) :]:
             holder = self.groups.get(source.node)
@@ -172,8 +176,16 @@ class InductorModel:
             user not in group and user not in inside for user in node.users
         )
 
-    def _price(self, nodes: frozenset[fx.Node], gone: frozenset[fx.Node]) -> float:
-        """Microseconds of one kernel of these nodes: what it reads from and leaves in memory."""
+    def _price(
+        self,
+        nodes: frozenset[fx.Node],
+        gone: frozenset[fx.Node],
+        kept: Mapping[fx.Node, Region] = MappingProxyType({}),
+    ) -> float:
+        """Microseconds of one kernel of these nodes: what it reads from and leaves in memory.
+
+        gone: nodes that regions compute. kept: nodes here of which a region has a copy of its own.
+        """
         working = [n for n in nodes if n.target not in _MOVES and n.target not in _GENERATORS]
         if not working:
             return 0.0
@@ -187,7 +199,8 @@ class InductorModel:
                 if root not in nodes and constant(root) is None:
                     size = bytes_of(source.meta.get("val"))
                     reads[root] = max(reads.get(root, 0), size)
-            if self._leaves(node, nodes):
+            own = kept.get(node)
+            if self._leaves(node, nodes if own is None else nodes | set(own.nodes)):
                 writes += bytes_of(node.meta.get("val"))
         time = 0.0
         for root, size in reads.items():
@@ -210,7 +223,7 @@ class InductorModel:
                     return True
                 if user.target in _MOVES:
                     stack.append(user)
-                elif user not in nodes and user.target is not getattr:
+                elif user not in nodes:
                     return True
         return False
 
