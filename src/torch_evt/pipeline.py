@@ -188,7 +188,6 @@ def partition(
     if any(half.kernels for half in halves):
         forward, backward = (half.module for half in halves)
     else:
-        halves = ()
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
     _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
     return forward, backward
@@ -401,7 +400,7 @@ def _training_plan(
     inductor_bytes: int | None = None
     if _observers.get():
         plain = forward
-        if halves:
+        if any(half.kernels for half in halves):
             plain, _ = run_partitioner(original, inputs, other, dict(kwargs))
         inductor_bytes = _saved_bytes(plain, joint.num_forward_outputs)
     return GraphPlan(
@@ -414,7 +413,7 @@ def _training_plan(
         saved=saved,
         saved_bytes=_saved_bytes(forward, joint.num_forward_outputs),
         inductor_saved_bytes=inductor_bytes,
-        placed=bool(halves),
+        placed=any(half.kernels for half in halves),
         notes=tuple(notes),
     )
 

@@ -35,6 +35,10 @@ IN_PLACE = (
     "gemm(A: f32 k 4, B: f32 n 4) -> v0 = tile(into 0: f32 n 4) + acc0; "
     "store(into 0: f32 n 4, v0); reduce(0: f32, sum, rows, v0)"
 )
+IN_PLACE_TRANSPOSED = (
+    "gemm(A: f32 k 4, B: f32 n 4) -> v0 = tile(into 0: f32 n 4) + acc0; "
+    "store(into 0: f32 n 4, v0); store(0: f32 m 4, relu(v0)); store(1: bf16 n 2, v0)"
+)
 ONLY_IN_PLACE = (
     "gemm(A: f32 k 4, B: f32 n 4) -> store(into 0: f32 n 4, tile(into 0: f32 n 4) + acc0)"
 )
@@ -109,7 +113,14 @@ def test_opcheck_of_functional_form(spec, dynamic):
     torch.library.opcheck(op, (inputs, spec, sizes), test_utils=tests)
 
 
-@pytest.mark.parametrize("spec", [IN_PLACE, ONLY_IN_PLACE])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(IN_PLACE, id="one"),
+        pytest.param(IN_PLACE_TRANSPOSED, id="two"),
+        pytest.param(ONLY_IN_PLACE, id="none"),
+    ],
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_opcheck_of_mutating_form(spec, dynamic):
     inputs, sizes = arguments(spec)
@@ -264,7 +275,10 @@ def compiled():
     expected = chain(*inputs)
     function = torch.compile(chain, fullgraph=True)
     counters.reset()
-    results, (code,) = run_and_get_code(function, *inputs)
+    # cached code would hide what the operators' tags do, for they are no part of the key
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with uncached, torch._inductor.config.patch(fx_graph_cache=False):
+        results, (code,) = run_and_get_code(function, *inputs)
     return expected, results, code, dict(counters.region_runs)
 
 

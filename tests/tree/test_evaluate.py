@@ -238,6 +238,12 @@ def test_div_and_mod_of_the_batch_and_of_ragged_rows():
     torch.testing.assert_close(y, expected)
 
 
+def test_one_coordinate_may_index_two_dimensions():
+    x, square = torch.randn(5, 4), torch.randn(5, 5)
+    (y,) = run("rows() -> store(0: f32 n 4, tile(0: f32 n 4) * column(1: f32 [m, m]))", x, square)
+    same(y, x * square.diagonal()[:, None])
+
+
 def test_batched_sums_fold_or_keep_the_batch():
     a, b = torch.randn(3, 5, 2), torch.randn(3, 2, 4)
     z = a @ b

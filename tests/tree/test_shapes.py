@@ -1,12 +1,21 @@
 """Sizes of index spaces and outputs; symbolic sizes stay symbolic."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torch_evt.errors import TreeError
-from torch_evt.tree.shapes import IndexSpace, OutputSpec, check_inputs, index_space, output_specs
+from torch_evt.tree.shapes import (
+    IndexSpace,
+    OutputSpec,
+    axis_sizes,
+    check_inputs,
+    index_space,
+    output_specs,
+)
 from torch_evt.tree.text import parse
 
 F32 = torch.float32
@@ -102,6 +111,31 @@ def test_symbolic_sizes_add_no_guards(tree):
     concrete = output_specs(tree, tensors(*shapes), ())
     hints = [tuple(s if isinstance(s, int) else s.node.hint for s in spec.shape) for spec in specs]
     assert hints == [spec.shape for spec in concrete]
+
+
+@pytest.mark.parametrize("tree", [PLAIN, BATCHED])
+def test_sizes_without_a_hint_are_never_compared(tree):
+    """Comparing an unbacked symbol raises, so that a hidden max() or == cannot slip in."""
+    environment = ShapeEnv()
+    batch, m, n, k = (environment.create_unbacked_symint() for _ in range(4))
+    a = (batch, m, k) if tree.batched else (m, k)
+    column = (batch, m) if tree.batched else (m,)
+    inputs = [SimpleNamespace(shape=shape) for shape in (a, (k, n), column)]
+    specs = output_specs(tree, inputs, ())
+    assert specs[0].shape[-1] is n
+    assert str(specs[1].stride[-1]) == str(m)
+    assert str(specs[0].stride[-2]) == str(n)
+
+
+def test_every_product_has_a_reduced_axis_of_its_own():
+    tree = parse(
+        "gemm(A: f32 k 4, B: f32 n 4, A1: f32 k 4, B1: f32 = tile(0: f32 n 4)) -> "
+        "store(0: f32 n 4, acc0 + acc1)"
+    )
+    inputs = tensors((5, 3), (3, 7), (5, 2), (2, 7))
+    assert axis_sizes(tree, inputs, ()) == {"m": 5, "n": 7, "k0": 3, "k1": 2}
+    check_inputs(tree, inputs, ())
+    assert index_space(tree, inputs, ()) == IndexSpace(None, 5, 7, 3)
 
 
 CHECKED = parse(

@@ -54,6 +54,8 @@ def test_what_changes_nothing_goes(value, expected):
     [
         "acc0 + 0.0",  # -0.0 + 0.0 is 0.0
         "acc0 - 0.0",
+        "acc0 - 1.0",
+        "acc0 + 1.0",
         "acc0 * 0.0",
         "0.0 - acc0",
         "1.0 / acc0",

@@ -130,6 +130,8 @@ def test_gpt_ties_its_head_to_its_embedding() -> None:
     after = model(tokens)
     torch.testing.assert_close(after[..., unused], 2 * before[..., unused])
     assert torch.equal(after[..., :unused], before[..., :unused])
+    gpt2_medium.cross_entropy(after, gpt2_medium.next_tokens(tokens)).backward()
+    assert model.embedding.weight.grad[unused].norm() > 0, "only the head reads that row"
 
 
 def test_gpt_paper_size_is_gpt2_medium() -> None:

@@ -22,6 +22,8 @@ prims = torch.ops.prims
 CONVERT = prims.convert_element_type.default
 HALVES = (torch.float16, torch.bfloat16)
 
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
 _FUNCTIONS: dict[Any, str] = {
     aten.add.Tensor: "add",
     aten.add.Scalar: "add",
@@ -161,8 +163,7 @@ def value_of(node: fx.Node, argument: Callable[[Any], Value]) -> Value | None:
             if not isinstance(alpha, (int, float)):
                 return None
             arguments[1] = Compute("mul", (arguments[1], Const(float(alpha))))
-    if _is_float(node) or name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        arguments = _float_constants(node, name, arguments)
+    arguments = _float_constants(node, name, arguments)
     return Compute(name, tuple(arguments))
 
 
@@ -197,7 +198,3 @@ def _is_bool(node: fx.Node) -> bool:
     value = tensor_of(node)
     return value is not None and value.dtype == torch.bool
 
-
-def _is_float(node: fx.Node) -> bool:
-    value = tensor_of(node)
-    return value is not None and value.dtype.is_floating_point

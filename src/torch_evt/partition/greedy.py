@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -65,7 +65,7 @@ def choose(
     fixed: regions that are chosen already; they come first, as long as each gains something.
     """
     positions = {node: i for i, node in enumerate(graph.nodes)}
-    model = InductorModel(graph, device)
+    model = InductorModel(graph, device, rules.labels)
     taken: set[fx.Node] = set()
     chosen: dict[fx.Node, Chosen] = {}
     accepted: list[Region] = []
@@ -156,7 +156,3 @@ def waits_for_itself(region: Region, others: Iterable[Region]) -> bool:
                     stack.append(user)
     return False
 
-
-def owners(regions: Iterable[Region]) -> Mapping[fx.Node, Region]:
-    """Which region computes each node."""
-    return {node: region for region in regions for node in region.nodes}

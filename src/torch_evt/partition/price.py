@@ -10,7 +10,7 @@ All sizes are hints, so symbolic shapes are priced without adding guards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from torch_evt.devices import Device
 from torch_evt.graphs import output_values, tensor_of
 from torch_evt.mainloops import for_target
 from torch_evt.partition.elementwise import CONVERT, VIEWS, constant
+from torch_evt.partition.halves import Label
 from torch_evt.partition.region import Region
 from torch_evt.torch_compat import size_hint
 from torch_evt.tree.ir import Reduce
@@ -138,10 +139,11 @@ class InductorModel:
     reduction over other axes starts a kernel of its own unless only it needs its input.
     """
 
-    def __init__(self, graph: fx.Graph, device: Device) -> None:
+    def __init__(self, graph: fx.Graph, device: Device, labels: Mapping[fx.Node, Label]) -> None:
+        """labels: the half of each node; forward and backward never share a kernel."""
         self.device = device
         self.results = {v for v in output_values(graph) if isinstance(v, fx.Node)}
-        self.groups = _grouped(graph)
+        self.groups = _grouped(graph, labels)
         self._full = {
             id(group): self._price(group.nodes, frozenset())
             for group in {id(g): g for g in self.groups.values()}.values()
@@ -250,20 +252,25 @@ def _is_column_reduction(node: fx.Node) -> bool:
     return all(int(d) % value.dim() != value.dim() - 1 for d in dims)  # type: ignore[arg-type]
 
 
-def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
+def _grouped(graph: fx.Graph, labels: Mapping[fx.Node, Label]) -> dict[fx.Node, _Group]:
+    forward = {n for n, label in labels.items() if label == "forward"}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     fusible = {n for n in nodes if _fusible(n)}
     level: dict[fx.Node, int] = {}
     for node in nodes:
         level[node] = max(
-            (level[s] + _barrier(s, node, fusible) for s in node.all_input_nodes if s in level),
+            (
+                level[s] + _barrier(s, node, fusible, forward)
+                for s in node.all_input_nodes
+                if s in level
+            ),
             default=0,
         )
     for node in reversed(nodes):  # as late as its users allow, as Inductor inlines it
         users = [u for u in node.users if u.op == "call_function"]
         if node not in fusible or node.target in _REDUCTIONS or len(users) < len(node.users):
             continue
-        if users and all(u in fusible and _barrier(node, u, fusible) == 0 for u in users):
+        if users and all(u in fusible and _barrier(node, u, fusible, forward) == 0 for u in users):
             level[node] = max(level[node], min(level[u] for u in users))
     parent = {n: n for n in fusible}
 
@@ -275,7 +282,8 @@ def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
 
     for node in nodes:
         for source in node.all_input_nodes:
-            if node in fusible and source in fusible and level[node] == level[source]:
+            together = node in fusible and source in fusible and level[node] == level[source]
+            if together and (node in forward) == (source in forward):
                 parent[find(source)] = find(node)
     members: dict[fx.Node, set[fx.Node]] = {}
     for node in fusible:
@@ -283,25 +291,14 @@ def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
     return {n: group for m in members.values() for group in [_Group(frozenset(m))] for n in m}
 
 
-def _barrier(source: fx.Node, user: fx.Node, fusible: set[fx.Node]) -> int:
+def _barrier(
+    source: fx.Node, user: fx.Node, fusible: set[fx.Node], forward: set[fx.Node]
+) -> int:
     """How many kernels must end between a node and its user."""
-    if source not in fusible or user not in fusible:
+    if source not in fusible or user not in fusible or (source in forward) != (user in forward):
         return 1
     if _is_column_reduction(source):
         return 1
     if _is_column_reduction(user) and len(source.users) > 1 and source.target not in _MOVES:
         return 1
     return 0
-
-
-def total_us(graph: fx.Graph, device: Device, skipped: Iterable[fx.Node] = ()) -> float:
-    """Modelled microseconds of everything that the model prices, without regions."""
-    model = InductorModel(graph, device)
-    gone = set(skipped)
-    products = sum(
-        product_us(n, device)
-        for n in graph.nodes
-        if n.op == "call_function" and for_target(n.target) is not None and n not in gone
-    )
-    groups = {id(g): g for g in model.groups.values()}.values()
-    return products + sum(model._price(g.nodes - gone, frozenset(gone)) for g in groups)

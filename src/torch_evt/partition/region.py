@@ -29,6 +29,7 @@ from torch_evt.graphs import (
 )
 from torch_evt.mainloops import MainLoop
 from torch_evt.partition.elementwise import (
+    COMPARISONS,
     CONVERT,
     HALVES,
     VIEWS,
@@ -320,7 +321,16 @@ class Builder:
             self.values[node] = self.values[source]  # type: ignore[index]
             self.nodes.append(node)
             return
-        value = value_of(node, lambda argument: self._argument(argument, tensor.shape))
+        comparison = function_of(node) in COMPARISONS
+
+        def argument(given: Any) -> Value:
+            value = self._argument(given, tensor.shape)
+            seen = tensor_of(given)
+            if comparison and seen is not None and seen.dtype in HALVES:
+                value = Cast(value, seen.dtype)  # the decision that others take, who read it stored
+            return value
+
+        value = value_of(node, argument)
         if value is None:
             raise Refused(errors.NOT_FUSIBLE)
         self._keep(node, value)
@@ -450,10 +460,25 @@ class Builder:
         op = _REDUCTIONS[node.target]
         if (over, op) not in self.mainloop.reductions:
             raise Refused(errors.REDUCE_KIND)
-        self.reductions[node] = Reduce(
-            self.values[source], over, op, tensor.dtype, fold_batch  # type: ignore[index]
-        )
+        reduced = self.values[source]  # type: ignore[index]
+        if op == "max":
+            reduced = self._as_stored(source)
+        self.reductions[node] = Reduce(reduced, over, op, tensor.dtype, fold_batch)
         self.nodes.append(node)
+
+    def _as_stored(self, source: Any) -> Value:
+        """The anchor's value, rounded as everybody else reads it.
+
+        A gradient finds the maxima again by comparing with the stored values. So the maximum must
+        be one of them, bit for bit, which a function computed again elsewhere need not be.
+        """
+        while source is not self.anchor:
+            if not (is_view(source) or is_widening(source)):
+                raise Refused(errors.RECOMPUTED_MAX)
+            source = source.args[0]
+        value = tensor_of(source)
+        assert value is not None
+        return Cast(self.values[source], value.dtype)
 
     def _folded(self, node: fx.Node, value: torch.Tensor) -> tuple[Over, bool]:
         """Which coordinates a reduction folds."""

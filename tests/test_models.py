@@ -1,0 +1,175 @@
+"""Many small models, each trained one step: right by the error standard, and fused as expected.
+
+The graphs run without Inductor's code generation (`interpreted`), so that the many are quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreted import PLACE, interpreted
+from torch import Tensor, nn
+
+from torch_evt import pipeline
+from torch_evt.partition.plan import GraphPlan
+from torch_evt.runtime import counters
+from torch_evt.testing import check_model
+
+
+@dataclass(frozen=True)
+class Case:
+    """forward(model, x): uses model.linear, model.other, ...; regions: (forward, backward)."""
+
+    name: str
+    forward: Callable[[Any, Tensor], Tensor]
+    regions: tuple[int, int]
+    shape: tuple[int, ...] = (12, 32)
+    holds: str = ""
+    """Text that one of the trees must contain."""
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 24)
+        self.other = nn.Linear(24, 16)
+        self.same = nn.Linear(width, 24)
+        self.square = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.scale = nn.Parameter(torch.randn(24))
+        self.table = nn.Parameter(torch.randn(5, 24))
+        self.norm = nn.LayerNorm(24)
+        self.register_buffer("mask", torch.rand(12, 24) > 0.3)
+        self.body = forward
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def weighted(result: Tensor) -> Tensor:
+    """A scalar, outside the compiled function, in which every element counts differently and
+    nothing cancels (a loss near zero has no meaningful relative error)."""
+    weights = 1 + torch.cos(torch.arange(result.numel())).view(result.shape) / 2
+    return (result.float().square() * weights).sum()
+
+
+def heads(m: Model, x: Tensor) -> Tensor:
+    """Attention written out: batched products with a scale and a broadcast mask."""
+    q = x.view(2, 6, 4, 8).transpose(1, 2)
+    scores = q @ q.transpose(-1, -2) * 0.3 + m.mask[:2, :6].view(2, 1, 1, 6).to(x.dtype)
+    return scores
+
+
+CASES = [
+    Case("linear alone", lambda m, x: m.linear(x), (0, 0)),
+    Case("relu", lambda m, x: F.relu(m.linear(x)), (1, 0), holds="relu("),
+    Case("gelu erf", lambda m, x: F.gelu(m.linear(x)), (1, 0), holds="gelu_erf("),
+    Case(
+        "two layers with gelu",
+        lambda m, x: m.other(F.gelu(m.linear(x), approximate="tanh")),
+        (1, 1),
+        holds="gelu_tanh_grad(",
+    ),
+    Case("two layers with relu", lambda m, x: m.other(F.relu(m.linear(x))), (1, 1), holds="relu_backward("),
+    Case("two layers with silu", lambda m, x: m.other(F.silu(m.linear(x))), (1, 1), holds="silu_grad("),
+    Case("three dimensions", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (3, 4, 32)),
+    Case("four dimensions", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (2, 3, 2, 32)),
+    Case("one dimension", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (32,)),
+    Case("one row", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (1, 32)),
+    Case("one column", lambda m, x: torch.tanh(x @ m.square[:, :1]), (1, 0)),
+    Case("square", lambda m, x: torch.tanh(x @ m.square + x), (1, 1), (32, 32)),
+    Case("ragged", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (7, 5, 32)),
+    Case("residual", lambda m, x: m.same(x) + F.relu(m.linear(x)), (1, 1)),
+    Case("mask", lambda m, x: F.relu(m.linear(x)) * m.mask, (1, 0), holds="bool"),
+    Case("column scale", lambda m, x: torch.tanh(m.linear(x)) * m.scale, (1, 0)),
+    Case(
+        "row scale",
+        lambda m, x: torch.tanh(m.linear(x)) * x[..., :1],
+        (1, 1),
+        holds="column(",
+    ),
+    Case(
+        "position table",
+        lambda m, x: torch.tanh(m.linear(x) + m.table),
+        (1, 0),
+        (3, 5, 32),
+        holds="m mod s0",
+    ),
+    Case(
+        "per batch",
+        lambda m, x: torch.tanh(m.linear(x) + m.table[:3].unsqueeze(1)),
+        (1, 0),
+        (3, 5, 32),
+        holds="m div s0",
+    ),
+    Case("scalar tensor", lambda m, x: torch.tanh(m.linear(x)) * m.scale[3], (1, 0), holds="scalar("),
+    Case("column sums", lambda m, x: m.linear(x).exp().sum(0), (1, 0), holds="rows"),
+    Case("row sums", lambda m, x: m.linear(x).sigmoid().sum(1), (1, 0), holds="columns"),
+    Case("row maxima", lambda m, x: m.linear(x).amax(1), (1, 0), holds="max"),
+    Case("maxima of a function", lambda m, x: torch.tanh(m.linear(x)).amax(1), (0, 0)),
+    Case("transposed", lambda m, x: torch.tanh(m.linear(x)).t().contiguous(), (1, 0), holds=" m "),
+    Case("transposed view", lambda m, x: torch.tanh(m.linear(x)).t(), (1, 0)),
+    Case("transposed operands", lambda m, x: torch.tanh(m.square.t() @ x.t()), (1, 0), (12, 32)),
+    Case("batched", lambda m, x: torch.tanh(x @ x.transpose(1, 2)), (1, 1), (3, 6, 32)),
+    Case("attention scores", heads, (1, 0), (2, 6, 32)),
+    Case(
+        "baddbmm",
+        lambda m, x: torch.tanh(torch.baddbmm(x, x, m.square.expand(3, 32, 32), beta=0.5, alpha=2)),
+        (1, 1),
+        (3, 6, 32),
+    ),
+    Case(
+        "addmm with factors",
+        lambda m, x: torch.tanh(torch.addmm(x, x, m.square, beta=0.5, alpha=-2.0)),
+        (1, 2),
+    ),
+    Case("used twice", lambda m, x: F.gelu(h := m.linear(x)) + h, (1, 0)),
+    Case("shared input", lambda m, x: F.gelu(m.linear(x)) * F.silu(m.same(x)), (1, 1)),
+    Case("norm behind", lambda m, x: m.other(m.norm(m.linear(x))), (0, 1), holds="columns"),
+    Case("dropout", lambda m, x: m.other(F.dropout(F.gelu(m.linear(x)), 0.3)), (1, 1)),
+    Case("division", lambda m, x: m.linear(x) / (1 + m.same(x) ** 2), (1, 1)),
+    Case("where", lambda m, x: torch.where(m.mask, m.linear(x), -1e4), (1, 0)),
+    Case("comparison", lambda m, x: m.linear(x) * (m.linear(x) > 0.1), (1, 0)),
+    Case("in place", lambda m, x: m.other(m.linear(x).mul_(2).relu_()), (1, 1)),
+    Case("broadcast gradient", lambda m, x: F.gelu(m.linear(x)).sum() * m.scale, (0, 0)),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    counters.reset()
+
+
+def make(case: Case, dtype: torch.dtype, seed: int) -> tuple[nn.Module, tuple[Tensor], Any]:
+    torch.manual_seed(seed)
+    model = Model(case.forward, 32).to(dtype)
+    return model, (torch.randn(case.shape).to(dtype).requires_grad_(),), weighted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_step_is_right_and_fused(case: Case, dtype: torch.dtype) -> None:
+    plans: list[GraphPlan] = []
+    with pipeline.observed(plans.append):
+        verdict = check_model(
+            lambda seed: make(case, dtype, seed),
+            dtype=dtype,
+            backend=interpreted,  # type: ignore[arg-type]
+            options={**PLACE, "evt.rng": "eager"},
+            seeds=(0, 1),
+        )
+    verdict.raise_if_failed()
+    regions = [region for plan in plans if plan.placed for region in plan.regions]
+    halves = [region.half for region in regions]
+    left = [f"{u.node}: {u.reason} {u.modelled_us} {u.replaced_us}" for p in plans for u in p.unfused]
+    assert (halves.count("forward"), halves.count("backward")) == case.regions, left
+    assert len(counters.region_runs) == len({region.tree for region in regions})
+    assert not case.holds or any(case.holds in region.tree for region in regions)
