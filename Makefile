@@ -14,6 +14,9 @@ PINS = $(shell $(PYTHON) -c 'import sys; print("-c requirements/dev.txt" * (sys.
 demo: $(READY)
 	$(BIN)/evt demo
 
+# Two test processes with threads of their own would fight for the cores of a small machine.
+test test-long: export OMP_NUM_THREADS = 1
+
 test: $(READY)
 	$(BIN)/pytest -q -n 2 -m "not slow"
 
