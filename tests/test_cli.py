@@ -86,10 +86,21 @@ def test_explain_json_is_the_contract_on_stdout_or_in_a_file(
     explained: Explained, tmp_path: Path
 ) -> None:
     expected = json.loads(json.dumps(to_json(explained.plan)))
-    assert json.loads(_evt("explain", "mlp", "--json", "-").output) == expected
+    assert json.loads(_evt("explain", "mlp", "--json", "-").stdout) == expected
     result = _evt("explain", "mlp", "--json", str(tmp_path / "plan.json"))
     assert json.loads((tmp_path / "plan.json").read_text()) == expected
     assert "forward: fused" in result.output
+
+
+def test_explain_plans_a_real_workload() -> None:
+    result = _evt("explain", "mlp", "--target", "h200", "--json", "-")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    (graph,) = plan["graphs"]
+    halves = {region["half"]: region for region in graph["regions"]}
+    assert plan["target"] == "h200" and set(halves) == {"forward", "backward"}
+    assert "relu(acc0)" in halves["forward"]["tree"]
+    assert all(region["modelled_us"] < region["replaced_us"] for region in graph["regions"])
 
 
 def test_explain_takes_a_function_of_the_users(

@@ -109,10 +109,6 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str | None:
         return _uuid(self.options, self.other)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # what enters Inductor's cache key with the configuration: nothing that has no effect
-        return {"uuid": self.uuid()}
-
 
 class _Inference:
     def __init__(self, options: Options, other: Any = None) -> None:

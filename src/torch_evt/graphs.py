@@ -107,6 +107,21 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def renumbered(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
+    """A copy whose names fx chose in order, and the new name of each old one.
+
+    Copying such a graph, or a part of it, keeps its names; partitioners rely on that.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph._codegen = module.graph._codegen
+    copied = fx.GraphModule(module, graph)
+    copied.meta = dict(module.meta)
+    return copied, {old.name: new.name for old, new in env.items()}
+
+
 def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:
     """Make `graph` hold what `replacement` holds, in place; names and metadata carry over."""
     for node in reversed(list(graph.nodes)):

@@ -30,12 +30,13 @@ from torch_evt.errors import PassError
 from torch_evt.graphs import (
     copy_of,
     output_values,
+    renumbered,
     replace_contents,
     signature,
     tensor_of,
     verify,
 )
-from torch_evt.joint import canonicalise, common_subexpressions, recompose
+from torch_evt.joint import canonicalise, common_subexpressions, eager_dropout, recompose
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
@@ -80,6 +81,11 @@ class Pass:
 
 def _canonicalise(state: State) -> None:
     canonicalise.apply(state.module.graph)
+
+
+def _eager_dropout(state: State) -> None:
+    if state.options.rng == "eager":
+        eager_dropout.apply(state.module.graph)
 
 
 def _merge_equal(state: State) -> None:
@@ -133,6 +139,7 @@ def _expand(state: State) -> None:
 
 
 CANONICALISE = Pass("canonicalise", _canonicalise)
+EAGER_DROPOUT = Pass("eager_dropout", _eager_dropout)
 COMMON_SUBEXPRESSIONS = Pass("common_subexpressions", _merge_equal)
 RECOMPOSE = Pass("recompose", _recompose)
 PLAN = Pass("plan", _plan)
@@ -140,10 +147,16 @@ RECHECK = Pass("recheck", _recheck)
 PLACE = Pass("place", _place)
 EXPAND = Pass("expand", _expand)
 
-JOINT: tuple[Pass, ...] = (CANONICALISE, COMMON_SUBEXPRESSIONS, RECOMPOSE, PLAN)
+JOINT: tuple[Pass, ...] = (
+    CANONICALISE,
+    EAGER_DROPOUT,
+    COMMON_SUBEXPRESSIONS,
+    RECOMPOSE,
+    PLAN,
+)
 BEFORE_CUT: tuple[Pass, ...] = (EXPAND,)
 HALF: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, RECHECK, PLACE, EXPAND)
-INFERENCE: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, PLAN)
+INFERENCE: tuple[Pass, ...] = (CANONICALISE, EAGER_DROPOUT, RECOMPOSE, PLAN)
 PLACE_INFERENCE: tuple[Pass, ...] = (PLACE, EXPAND)
 
 
@@ -217,11 +230,12 @@ def _halves(
     labels, choice = joint.labels, joint.choice
     planned = describe.regions_of(choice, labels)
     _run(BEFORE_CUT, joint)
-    joint.module.recompile()
-    cut = run_partitioner(joint.module, inputs, other, dict(kwargs))
+    to_cut, names = renumbered(joint.module)
+    planned = tuple(describe.renamed(region, names) for region in planned)
+    cut = run_partitioner(to_cut, inputs, other, dict(kwargs))
     states = []
-    names: tuple[Half, Half] = ("forward", "backward")
-    for name, module in zip(names, cut):
+    both: tuple[Half, Half] = ("forward", "backward")
+    for name, module in zip(both, cut):
         state = State(
             module,
             joint.options,

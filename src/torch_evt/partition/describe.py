@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -28,6 +29,16 @@ def regions_of(
     return tuple(
         _region_plan(chosen, _half(labels[chosen.priced.region.anchor]), first_number + i)
         for i, chosen in enumerate(choice.chosen)
+    )
+
+
+def renamed(region: RegionPlan, names: Mapping[str, str]) -> RegionPlan:
+    """A plan's entry after its graph's nodes got new names. An expanded node keeps its name."""
+    return replace(
+        region,
+        anchor=names[region.anchor],
+        nodes=tuple(names[name] for name in region.nodes),
+        stored=tuple(names[name] for name in region.stored),
     )
 
 
