@@ -77,8 +77,18 @@ CASES = [
         (1, 1),
         holds="gelu_tanh_grad(",
     ),
-    Case("two layers with relu", lambda m, x: m.other(F.relu(m.linear(x))), (1, 1), holds="relu_backward("),
-    Case("two layers with silu", lambda m, x: m.other(F.silu(m.linear(x))), (1, 1), holds="silu_grad("),
+    Case(
+        "two layers with relu",
+        lambda m, x: m.other(F.relu(m.linear(x))),
+        (1, 1),
+        holds="relu_backward(",
+    ),
+    Case(
+        "two layers with silu",
+        lambda m, x: m.other(F.silu(m.linear(x))),
+        (1, 1),
+        holds="silu_grad(",
+    ),
     Case("three dimensions", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (3, 4, 32)),
     Case("four dimensions", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (2, 3, 2, 32)),
     Case("one dimension", lambda m, x: m.other(F.gelu(m.linear(x))), (1, 1), (32,)),
@@ -109,7 +119,9 @@ CASES = [
         (3, 5, 32),
         holds="m div s0",
     ),
-    Case("scalar tensor", lambda m, x: torch.tanh(m.linear(x)) * m.scale[3], (1, 0), holds="scalar("),
+    Case(
+        "scalar tensor", lambda m, x: torch.tanh(m.linear(x)) * m.scale[3], (1, 0), holds="scalar("
+    ),
     Case("column sums", lambda m, x: m.linear(x).exp().sum(0), (1, 0), holds="rows"),
     Case("row sums", lambda m, x: m.linear(x).sigmoid().sum(1), (1, 0), holds="columns"),
     Case("row maxima", lambda m, x: m.linear(x).amax(1), (0, 0)),
@@ -169,7 +181,9 @@ def test_a_step_is_right_and_fused(case: Case, dtype: torch.dtype) -> None:
     verdict.raise_if_failed()
     regions = [region for plan in plans if plan.placed for region in plan.regions]
     halves = [region.half for region in regions]
-    left = [f"{u.node}: {u.reason} {u.modelled_us} {u.replaced_us}" for p in plans for u in p.unfused]
+    left = [
+        f"{u.node}: {u.reason} {u.modelled_us} {u.replaced_us}" for p in plans for u in p.unfused
+    ]
     assert (halves.count("forward"), halves.count("backward")) == case.regions, left
     assert len(counters.region_runs) == len({region.tree for region in regions})
     assert not case.holds or any(case.holds in region.tree for region in regions)

@@ -18,8 +18,7 @@ FORWARD = [
 ]
 BACKWARD = [
     # the data gradient of the second product with the first ReLU's mask
-    "gemm(A: {t} k 16, B: {t} n 16) -> "
-    "store(0: {t} n 16, relu_backward(acc0, tile(0: {t} n 16)))",
+    "gemm(A: {t} k 16, B: {t} n 16) -> store(0: {t} n 16, relu_backward(acc0, tile(0: {t} n 16)))",
 ]
 
 
@@ -36,7 +35,9 @@ def test_mlp_trains_right_with_three_regions(dtype: torch.dtype) -> None:
     verdict.raise_if_failed()
     (plan,) = plans
     text = "f32" if dtype == torch.float32 else "bf16"
-    trees = {half: [r.tree for r in plan.regions if r.half == half] for half in ("forward", "backward")}
+    trees = {
+        half: [r.tree for r in plan.regions if r.half == half] for half in ("forward", "backward")
+    }
     assert trees["forward"] == [tree.format(t=text) for tree in FORWARD]
     assert trees["backward"] == [tree.format(t=text) for tree in BACKWARD]
     steps = 3  # one for each seed

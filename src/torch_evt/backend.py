@@ -12,7 +12,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import fx
 
 import torch_evt.options
@@ -21,14 +20,14 @@ from torch_evt import devices, pipeline
 from torch_evt.errors import OptionError, TargetError
 from torch_evt.options import Options
 from torch_evt.torch_compat import (
-    CustomGraphPass,
-    CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
+    GraphPass,
     compile_fx,
     files_digest,
     inductor_config,
     inductor_settings,
     reset_cudagraph_trees,
+    run_graph_pass,
 )
 from torch_evt.version import __version__
 
@@ -71,14 +70,15 @@ def compile_with(
     patches["custom_partitioner_fn"] = Partitioner(
         ours, patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
     )
-    patches["post_grad_custom_pre_pass"] = _inference_pass(
+    patches["post_grad_custom_pre_pass"] = InferencePass(
         ours, patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     )
     if ours.rng == "eager":
         patches["fallback_random"] = True
     if ours.dump is not None:
         patches["force_disable_caches"] = True  # a cached graph runs no pass
-    return compile_fx(module, example_inputs, config_patches=patches, **compile_fx_kwargs)  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(module, example_inputs, config_patches=patches, **compile_fx_kwargs)
+    return compiled  # type: ignore[no-any-return]
 
 
 def _reset() -> None:
@@ -95,7 +95,7 @@ def _raise(error: Exception, *_: Any, **__: Any) -> NoReturn:
 
 
 class Partitioner(CustomPartitionerFn):
-    """Cuts joint graphs by the plan. other: the user's own partitioner, used in place of min-cut."""
+    """Cuts joint graphs by the plan. other: the user's own partitioner, in place of min-cut."""
 
     def __init__(self, options: Options, other: Any = None) -> None:
         self.options = options
@@ -104,55 +104,34 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return pipeline.partition(gm, joint_inputs, self.options, self.other, kwargs)
+        halves = pipeline.partition(gm, joint_inputs, self.options, self.other, kwargs)
+        for half in halves:
+            pipeline.mark_training_half(half)
+        return halves
 
     def uuid(self) -> str | None:
         return _uuid(self.options, self.other)
 
 
-class _Inference:
+class InferencePass(GraphPass):
+    """Places regions in inference graphs, behind the user's own pass."""
+
     def __init__(self, options: Options, other: Any = None) -> None:
         self.options = options
-        self.other = other
+        self.others = other if isinstance(other, (list, tuple)) else [other]
 
-    def apply(self, graph: fx.Graph, is_inference: bool) -> None:
-        others = self.other if isinstance(self.other, (list, tuple)) else [self.other]
-        for other in others:
-            if other is None:
-                continue
-            aware = CustomInferenceAwareGraphPass is not None and isinstance(
-                other, CustomInferenceAwareGraphPass
-            )
-            if aware:
-                other(graph, is_inference)
-            else:
-                other(graph)
+    def __call__(self, graph: fx.Graph, is_inference: bool | None = None) -> None:
+        """is_inference: given by torch 2.12 and later; torch 2.11 leaves it to us."""
+        if is_inference is None:
+            is_inference = not pipeline.is_training_half(graph)
+        for other in self.others:
+            if other is not None:
+                run_graph_pass(other, graph, is_inference)
         if is_inference:
             pipeline.transform_inference(graph, self.options)
 
     def uuid(self) -> str | None:
-        return _uuid(self.options, self.other)
-
-
-if CustomInferenceAwareGraphPass is not None:
-
-    class InferencePass(_Inference, CustomInferenceAwareGraphPass):  # type: ignore[misc,valid-type]
-        """Places regions in inference graphs, behind the user's own pass."""
-
-        def __call__(self, graph: fx.Graph, is_inference: bool) -> None:
-            self.apply(graph, is_inference)
-
-else:
-
-    class InferencePass(_Inference, CustomGraphPass):  # type: ignore[no-redef]
-        """Places regions in inference graphs, behind the user's own pass (torch 2.11)."""
-
-        def __call__(self, graph: fx.Graph) -> None:
-            self.apply(graph, not pipeline.is_training_half(graph))
-
-
-def _inference_pass(options: Options, other: Any) -> InferencePass:
-    return InferencePass(options, other)
+        return _uuid(self.options, self.others)
 
 
 def _uuid(options: Options, other: Any) -> str | None:

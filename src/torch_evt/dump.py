@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_evt.graphs import tensor_of
 from torch_evt.torch_compat import size_hint
 
 
@@ -80,7 +79,7 @@ class Graph(torch.nn.Module):
 
 def _extent(shape, strides):
     """Elements of storage that a strided tensor spans."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides) if size)
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size)
 
 
 def inputs():

@@ -64,7 +64,8 @@ OTHER_HALF = Reason("other-half", "its user belongs to the other half")
 PARTIAL_SUM = Reason("partial-sum", "its reduction is over part of the rows or columns")
 REDUCE_KIND = Reason("reduce-kind", "the main loop does not hold this kind of reduction")
 RECOMPUTED_MAX = Reason(
-    "recomputed-max", "a maximum is fused only over the product itself, whose value is not recomputed"
+    "recomputed-max",
+    "a maximum is fused only over the product itself, whose value is not recomputed",
 )
 TOO_MANY = Reason("too-many", "the region would need more loads or stores than the main loop holds")
 DEVICES = Reason("devices", "an operand lies on another device")
@@ -72,5 +73,6 @@ DISABLED = Reason("disabled", "switched off by evt.disable")
 
 REASONS = (
     BARE, SLOWER, TAKEN, OPERAND_DTYPE, EMPTY, NO_HALF, NOT_FUSIBLE, VALUE_DTYPE, SHAPE,
-    BROADCAST, STRIDE, ORDER, OTHER_HALF, PARTIAL_SUM, REDUCE_KIND, RECOMPUTED_MAX, TOO_MANY, DEVICES, DISABLED,
+    BROADCAST, STRIDE, ORDER, OTHER_HALF, PARTIAL_SUM, REDUCE_KIND, RECOMPUTED_MAX, TOO_MANY,
+    DEVICES, DISABLED,
 )  # fmt: skip

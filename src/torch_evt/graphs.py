@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Any, Union
+from typing import Any
 
 import sympy
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from torch_evt.errors import PassError
 
-Size = Union[int, torch.SymInt]
+Size = int | torch.SymInt
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
@@ -28,7 +28,7 @@ def tensor_of(node: Any) -> torch.Tensor | None:
 def expression(size: Size) -> sympy.Expr:
     """A size as a sympy expression."""
     if isinstance(size, torch.SymInt):
-        return size.node.expr  # type: ignore[no-any-return]
+        return size.node.expr
     return sympy.Integer(int(size))
 
 
@@ -45,7 +45,7 @@ def is_one(size: Size) -> bool:
 
 
 def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
-    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b))
+    return len(a) == len(b) and all(same_size(x, y) for x, y in zip(a, b, strict=True))
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -70,7 +70,9 @@ def is_contiguous(value: torch.Tensor) -> bool:
     """Whether a fake tensor is row-major, ignoring the strides of dimensions of size 1."""
     return all(
         is_one(size) or same_size(have, want)
-        for size, have, want in zip(value.shape, value.stride(), contiguous_stride(value.shape))
+        for size, have, want in zip(
+            value.shape, value.stride(), contiguous_stride(value.shape), strict=True
+        )
     )
 
 
@@ -86,7 +88,8 @@ def size_nodes(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The node that returns the graph's results."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    node: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return node
 
 
 def output_values(graph: fx.Graph) -> list[Any]:
@@ -95,7 +98,7 @@ def output_values(graph: fx.Graph) -> list[Any]:
 
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with a graph of its own and the very same parameters, submodules and values."""
+    """A graph module with a graph of its own; parameters, submodules and values are the same."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -133,7 +136,7 @@ def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:
 
 
 def sort_topologically(graph: fx.Graph) -> None:
-    """Put every node behind its inputs, otherwise keeping the order. Raises PassError on a cycle."""
+    """Put every node behind its inputs, otherwise keeping the order. PassError on a cycle."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [(position[node], node) for node, count in waiting.items() if count == 0]
@@ -187,7 +190,7 @@ def verify(graph: fx.Graph, before: list[tuple[Any, ...]], name: str) -> None:
     after = signature(graph)
     if len(after) != len(before):
         raise PassError(f"{name} changed the number of inputs or results")
-    for i, (old, new) in enumerate(zip(before, after)):
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             raise PassError(f"{name} changed input or result {i} from {old} to {new}")
 
@@ -195,4 +198,3 @@ def verify(graph: fx.Graph, before: list[tuple[Any, ...]], name: str) -> None:
 def rename(node: fx.Node, name: str) -> None:
     """Give a node the name of one that is gone (fx itself never gives a name twice)."""
     node.name = name
-

@@ -29,6 +29,7 @@ from torch_evt.emit import emitter_for
 from torch_evt.errors import PassError
 from torch_evt.graphs import (
     copy_of,
+    output_node,
     output_values,
     renumbered,
     replace_contents,
@@ -48,6 +49,8 @@ from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
 from torch_evt.tree.text import to_text
 
 log = logging.getLogger("torch_evt")
+
+_TRAINING_HALF = "torch_evt_training_half"
 
 
 @dataclass
@@ -206,6 +209,16 @@ def partition(
     return forward, backward
 
 
+def mark_training_half(module: fx.GraphModule) -> None:
+    """Leave a mark on a half, which `is_training_half` finds before code generation."""
+    output_node(module.graph).meta[_TRAINING_HALF] = True
+
+
+def is_training_half(graph: fx.Graph) -> bool:
+    """Whether a graph is half of a training graph (torch 2.11 does not say it)."""
+    return _TRAINING_HALF in output_node(graph).meta
+
+
 def transform_inference(graph: fx.Graph, options: Options) -> None:
     """Place regions in an inference graph, in place; it stays as it is where none is placed."""
     placing = _placing(graph, options)
@@ -235,7 +248,7 @@ def _halves(
     cut = run_partitioner(to_cut, inputs, other, dict(kwargs))
     states = []
     both: tuple[Half, Half] = ("forward", "backward")
-    for name, module in zip(both, cut):
+    for name, module in zip(both, cut, strict=True):
         state = State(
             module,
             joint.options,
@@ -253,7 +266,7 @@ def _halves(
 def _planned_regions(
     graph: fx.Graph, planned: Sequence[RegionPlan], rules: Rules
 ) -> list[Region] | None:
-    """The planned regions in a half, each with the tree it was planned with; None where one fails."""
+    """The planned regions in a half, each with its planned tree; None where one fails."""
     named = {node.name: node for node in graph.nodes}
     loops = dict(candidates.anchors(graph))
     found: list[Region] = []

@@ -16,19 +16,25 @@ from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from torch_evt.errors import OptionError
 
-try:  # torch 2.12 and later tell the pass whether the graph is for inference
-    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+try:  # from torch 2.12 a pass may be told whether its graph is for inference
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as GraphPass
+
+    TELLS_INFERENCE = True
 except ImportError:
-    CustomInferenceAwareGraphPass = None  # type: ignore[assignment,misc]
+    from torch._inductor.custom_graph_pass import (  # type: ignore[assignment]
+        CustomGraphPass as GraphPass,
+    )
+
+    TELLS_INFERENCE = False
 
 __all__ = [
-    "CustomGraphPass",
-    "CustomInferenceAwareGraphPass",
+    "TELLS_INFERENCE",
     "CustomPartitionerFn",
+    "GraphPass",
     "common_subexpressions",
     "compile_fx",
     "compile_id",
@@ -38,9 +44,19 @@ __all__ = [
     "inductor_settings",
     "register_entry_point",
     "reset_cudagraph_trees",
+    "run_graph_pass",
     "run_partitioner",
     "size_hint",
 ]
+
+
+def run_graph_pass(other: Callable[..., None], graph: fx.Graph, is_inference: bool) -> None:
+    """Run a pass of the user's as Inductor would run it."""
+    if TELLS_INFERENCE and isinstance(other, GraphPass):
+        other(graph, is_inference)
+    else:
+        other(graph)
+
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -61,7 +77,8 @@ def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str,
     CUDA graphs need on old CUDA versions (torch/__init__.py, _TorchCompileInductorWrapper).
     """
     try:
-        return dict(torch._TorchCompileInductorWrapper(mode, dict(options), None).config)
+        wrapper = torch._TorchCompileInductorWrapper(mode, dict(options), None)  # type: ignore[no-untyped-call]
+        return dict(wrapper.config)
     except (RuntimeError, ValueError) as error:
         raise OptionError(f"Inductor: {error}") from error
 

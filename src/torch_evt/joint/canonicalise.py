@@ -71,8 +71,8 @@ def _respell(node: fx.Node) -> int:
         shape = list(value.shape) if static else node.args[1]
         root: Any = source
         while root.target in _TO_VIEW:
-            inner = tensor_of(root.args[0])
-            if inner is None or not is_contiguous(inner):
+            base = tensor_of(root.args[0])
+            if base is None or not is_contiguous(base):
                 break
             root = root.args[0]
         if root is not source or target is not aten.view.default:

@@ -92,7 +92,9 @@ def expand(graph: fx.Graph) -> int:
                 elif inner.op == "output":
                     result = env[inner.args[0]]
                 else:
-                    env[inner] = graph.node_copy(inner, lambda n, env=env: env[n])
+                    env[inner] = graph.node_copy(inner, env.__getitem__)
+                    if "partitioner_tag" in node.meta:  # the chain may have begun in forward
+                        env[inner].meta["partitioner_tag"] = node.meta["partitioner_tag"]
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         rename(result, expansion.name)
@@ -119,9 +121,9 @@ def patterns() -> tuple[Pattern, ...]:
     ]
     found = []
     for name, function, arguments in traced:
-        graph = make_fx(
-            function, decomposition_table=decomposition_table(), tracing_mode="fake"
-        )(*arguments).graph
+        graph = make_fx(function, decomposition_table=decomposition_table(), tracing_mode="fake")(
+            *arguments
+        ).graph
         graph.eliminate_dead_code()
         found.append(Pattern(name, graph, len(arguments)))
     return tuple(sorted(found, key=lambda pattern: -len(pattern.graph.nodes)))
@@ -140,7 +142,7 @@ def _is_half(node: fx.Node) -> bool:
 
 
 def _match(pattern: Pattern, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
-    """Pattern node -> graph node, inputs included, or None. Lists, not sets: order is the graph's."""
+    """Pattern node -> graph node, inputs included; None where the pattern does not match."""
     bound = _match_node(_result(pattern.graph), node, {})
     if bound is None:
         return None
@@ -186,14 +188,21 @@ def _match_node(
     if inner.target in _COMMUTATIVE and len(outer.args) == 2:
         orders.append((outer.args[1], outer.args[0]))
     for order in orders:
-        attempt: dict[fx.Node, fx.Node] | None = bound
-        for want, have in zip(inner.args, order):
-            attempt = _match_argument(want, have, attempt)
-            if attempt is None:
-                break
+        attempt = _match_arguments(inner, order, bound)
         if attempt is not None:
             return attempt
     return None
+
+
+def _match_arguments(
+    inner: fx.Node, given: tuple[Any, ...], bound: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node] | None:
+    for want, have in zip(inner.args, given, strict=True):
+        extended = _match_argument(want, have, bound)
+        if extended is None:
+            return None
+        bound = extended
+    return bound
 
 
 def _constant(node: fx.Node) -> float | None:

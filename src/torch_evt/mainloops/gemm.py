@@ -25,7 +25,9 @@ GEMM = MainLoop(
     max_tile_loads=4,
     max_stores=4,
     max_reductions=4,
-    reductions=frozenset({("rows", "sum"), ("columns", "sum"), ("rows", "max"), ("columns", "max")}),
+    reductions=frozenset(
+        {("rows", "sum"), ("columns", "sum"), ("rows", "max"), ("columns", "max")}
+    ),
     transposed_store=True,
     load_us_factor=1.0,
 )

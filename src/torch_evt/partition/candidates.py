@@ -16,16 +16,20 @@ from torch import fx
 
 from torch_evt import errors
 from torch_evt.errors import Reason
-from torch_evt.graphs import same_size, tensor_of
+from torch_evt.graphs import tensor_of
 from torch_evt.mainloops import MainLoop, for_target
+from torch_evt.partition.builder import Builder
 from torch_evt.partition.elementwise import constant, is_arithmetic, is_elementwise
 from torch_evt.partition.halves import Label
-from torch_evt.partition.region import Builder, Refused, Region, is_reduction, is_swap, is_view
+from torch_evt.partition.region import Refused, Region, is_reduction, is_swap, is_view
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What grew from one anchor. regions: candidates, small to large. reason: why it is not more."""
+    """What grew from one anchor.
+
+    regions: the candidates, small to large. reason, blocker: why the last one is not larger.
+    """
 
     anchor: fx.Node
     regions: tuple[Region, ...]
@@ -155,9 +159,7 @@ def _take(
     return builder.add(node)
 
 
-def _may_enter(
-    node: fx.Node, outside: set[fx.Node], rules: Rules, half: Label
-) -> Reason | None:
+def _may_enter(node: fx.Node, outside: set[fx.Node], rules: Rules, half: Label) -> Reason | None:
     if node in rules.taken:
         return errors.TAKEN
     label = rules.labels.get(node)
@@ -177,7 +179,6 @@ def _own_producers(
     half: Label,
 ) -> list[fx.Node]:
     """Elementwise producers, full tiles, that nobody but `node` and the others of them needs."""
-    shape = tensor_of(node)
     own: list[fx.Node] = []
     wanted = {node}
     stack = list(node.all_input_nodes)
@@ -186,12 +187,12 @@ def _own_producers(
         if builder.holds(source) or source in wanted or constant(source) is not None:
             continue
         value = tensor_of(source)
-        if value is None or shape is None or not (is_elementwise(source) or is_view(source)):
+        if value is None or not (is_elementwise(source) or is_view(source)):
             continue
-        full = builder.space.groups(value.shape) is not None and all(
-            not same_size(a, 1) or same_size(b, 1) for a, b in zip(value.shape, shape.shape)
-        )
-        if not full or _may_enter(source, outside, rules, half) is not None:
+        if (
+            builder.space.groups(value.shape) is None
+            or _may_enter(source, outside, rules, half) is not None
+        ):
             continue
         if not all(user in wanted or builder.holds(user) for user in source.users):
             continue
@@ -222,8 +223,9 @@ def _legal(
             ordered = sorted(nodes, key=positions.__getitem__)
             for recompute in (False, True):
                 region = build(builder.anchor, mainloop, ordered, rules, recompute=recompute)
-                useful = isinstance(region, Region) and region.counts
-                if useful and (region.kept or not recompute):
+                if not isinstance(region, Region) or not region.counts:
+                    continue
+                if region.kept or not recompute:
                     found.append(region)
     return found
 

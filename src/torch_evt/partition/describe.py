@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from torch_evt.devices import Device
 from torch_evt.graphs import expression, tensor_of
 from torch_evt.partition.elementwise import function_of
 from torch_evt.partition.greedy import Choice, Chosen, Left
@@ -15,7 +16,6 @@ from torch_evt.partition.halves import Label
 from torch_evt.partition.plan import Alternative, Half, RegionPlan, Saved, Unfused
 from torch_evt.partition.price import product_us
 from torch_evt.partition.region import Region, is_reduction
-from torch_evt.devices import Device
 from torch_evt.tree.ir import Load, Reduce, Store, postorder, roots
 from torch_evt.tree.text import to_text
 

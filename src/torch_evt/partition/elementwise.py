@@ -149,14 +149,14 @@ def value_of(node: fx.Node, argument: Callable[[Any], Value]) -> Value | None:
         return None
     if target in _GRADIENTS:  # g * f'(x)
         gradient, x = node.args
-        return Compute(
-            "mul", (argument(gradient), Compute(_GRADIENTS[target], (argument(x),)))
-        )
+        return Compute("mul", (argument(gradient), Compute(_GRADIENTS[target], (argument(x),))))
     name = _FUNCTIONS.get(target)
     if name is None or set(node.kwargs) - {"alpha"}:
         return None
     arguments = [argument(a) for a in node.args]
-    alpha = node.kwargs.get("alpha", node.args[2] if name in ("add", "sub") and len(node.args) > 2 else 1)
+    alpha = node.kwargs.get(
+        "alpha", node.args[2] if name in ("add", "sub") and len(node.args) > 2 else 1
+    )
     if name in ("add", "sub"):
         arguments = arguments[:2]
         if alpha != 1:
@@ -174,7 +174,9 @@ def _float_constants(node: fx.Node, name: str, arguments: list[Value]) -> list[V
         return arguments
     return [
         Const(float(a.value))
-        if isinstance(a, Const) and not isinstance(a.value, bool) and not (name == "where" and i == 0)
+        if isinstance(a, Const)
+        and not isinstance(a.value, bool)
+        and not (name == "where" and i == 0)
         else a
         for i, a in enumerate(arguments)
     ]
@@ -197,4 +199,3 @@ def _power(base: Value, exponent: Any) -> Value | None:
 def _is_bool(node: fx.Node) -> bool:
     value = tensor_of(node)
     return value is not None and value.dtype == torch.bool
-

@@ -155,4 +155,3 @@ def waits_for_itself(region: Region, others: Iterable[Region]) -> bool:
                 if user not in seen:
                     stack.append(user)
     return False
-

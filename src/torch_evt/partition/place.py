@@ -43,8 +43,8 @@ def place(
 
     The operator reads the region's inputs, viewed where needed, and its outputs take the names of
     the nodes they replace. replaced: nodes that earlier regions of this graph replaced, and by
-    what; this region's are added. Raises CannotPlace, with the graph unchanged, where a size is needed
-    that no node of the graph computes.
+    what; this region's are added. Raises CannotPlace, with the graph unchanged, where a size is
+    needed that no node of the graph computes.
     """
     sizes = _Sizes(graph)
     given_inputs = [replace(i, node=replaced.get(i.node, i.node)) for i in region.inputs]
@@ -62,7 +62,7 @@ def place(
     with graph.inserting_before(marker):
         created = sizes.create(graph)
         inputs = []
-        for given, view in zip(given_inputs, views):
+        for given, view in zip(given_inputs, views, strict=True):
             if view is None:
                 inputs.append(given.node)
                 continue
@@ -80,9 +80,9 @@ def place(
         kernel.meta["eager_input_vals"] = (values, {})
         kernel.meta.update({k: v for k, v in region.anchor.meta.items() if k in _KEPT_META})
         replacements: list[tuple[fx.Node, fx.Node]] = []
-        for i, (output, output_shapes) in enumerate(zip(region.outputs, shapes)):
+        for i, (output, output_shapes) in enumerate(zip(region.outputs, shapes, strict=True)):
             result = _call(graph, operator.getitem, (kernel, i), results[i])
-            for node, shape in zip(output.nodes, output_shapes):
+            for node, shape in zip(output.nodes, output_shapes, strict=True):
                 replacements.append((node, _seen_as(graph, result, output, node, created(shape))))
     graph.erase_node(marker)
     for node, new in replacements:
@@ -140,7 +140,7 @@ class _Sizes:
     def __init__(self, graph: fx.Graph) -> None:
         self.known = size_nodes(graph)
         self.used: list[fx.Node] = []
-        self._products: dict[sympy.Expr, list[fx.Node]] = {}
+        self._products: dict[sympy.Expr, list[fx.Node | int]] = {}
         self._made: dict[sympy.Expr, fx.Node] = {}
 
     def argument(self, size: Size) -> int | sympy.Expr:
@@ -157,7 +157,8 @@ class _Sizes:
         if not all(f in self.known for f in symbols) or len(factors) < 2:
             raise CannotPlace(f"no node computes the size {wanted}")
         self.used.extend(self.known[f] for f in symbols)
-        self._products[wanted] = [*(self.known[f] for f in symbols), *(int(n) for n in numbers)]  # type: ignore[misc]
+        self._products[wanted] = [self.known[f] for f in symbols]
+        self._products[wanted] += [int(n) for n in numbers]
         return wanted
 
     def create(self, graph: fx.Graph) -> Any:

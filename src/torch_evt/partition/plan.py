@@ -24,9 +24,9 @@ class Alternative:
 class RegionPlan:
     """One chosen region, which becomes one kernel.
 
-    nodes: every graph node it computes, in order, anchor included. stored: the nodes whose values it
-    leaves in memory, in the order of the kernel's outputs. shape: (l, m, n, k) as text, "s0" for a
-    symbolic size. modelled_us: the kernel; replaced_us: what Inductor would run in its place.
+    nodes: every graph node it computes, in order, anchor included. stored: the nodes whose values
+    it leaves in memory, in the order of the kernel's outputs. shape: (l, m, n, k) as text, "s0" for
+    a symbolic size. modelled_us: the kernel; replaced_us: what Inductor would run in its place.
     measured_us: None until a tuner measured it.
     """
 
@@ -83,7 +83,7 @@ class GraphPlan:
     saved_bytes: int | None = None
     inductor_saved_bytes: int | None = None
     placed: bool = False
-    """Whether the regions were put into the graph, or only planned (for a target that is absent)."""
+    """Whether the regions were put into the graph, or only planned (for an absent target)."""
     notes: tuple[str, ...] = ()
 
 

@@ -74,7 +74,7 @@ def bytes_of(value: Any) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     total = value.element_size()
-    for size, stride in zip(value.shape, value.stride()):
+    for size, stride in zip(value.shape, value.stride(), strict=True):
         if not (isinstance(stride, int) and stride == 0):  # a broadcast is in memory once
             total *= size_hint(size)
     return total
@@ -212,7 +212,7 @@ class InductorModel:
         return (time + writes) / self.device.bytes_per_us() + self.device.launch_us
 
     def _leaves(self, node: fx.Node, nodes: frozenset[fx.Node]) -> bool:
-        """Whether a node's value must be in memory: somebody outside reads it, through views too."""
+        """Whether somebody outside reads a node's value, perhaps through views."""
         if node.target in _MOVES or node.target in _GENERATORS:
             return False
         stack = [node]
@@ -249,7 +249,7 @@ def _is_column_reduction(node: fx.Node) -> bool:
     dims = node.args[1] if len(node.args) > 1 else None
     if value is None or not isinstance(dims, (list, tuple)) or not dims:
         return False
-    return all(int(d) % value.dim() != value.dim() - 1 for d in dims)  # type: ignore[arg-type]
+    return all(int(d) % value.dim() != value.dim() - 1 for d in dims)
 
 
 def _grouped(graph: fx.Graph, labels: Mapping[fx.Node, Label]) -> dict[fx.Node, _Group]:
@@ -278,7 +278,7 @@ def _grouped(graph: fx.Graph, labels: Mapping[fx.Node, Label]) -> dict[fx.Node, 
         while parent[node] is not node:
             parent[node] = parent[parent[node]]
             node = parent[node]
-        return node
+        return node  # type: ignore[no-any-return]
 
     for node in nodes:
         for source in node.all_input_nodes:
@@ -291,9 +291,7 @@ def _grouped(graph: fx.Graph, labels: Mapping[fx.Node, Label]) -> dict[fx.Node, 
     return {n: group for m in members.values() for group in [_Group(frozenset(m))] for n in m}
 
 
-def _barrier(
-    source: fx.Node, user: fx.Node, fusible: set[fx.Node], forward: set[fx.Node]
-) -> int:
+def _barrier(source: fx.Node, user: fx.Node, fusible: set[fx.Node], forward: set[fx.Node]) -> int:
     """How many kernels must end between a node and its user."""
     if source not in fusible or user not in fusible or (source in forward) != (user in forward):
         return 1

@@ -75,8 +75,8 @@ class Space:
         missing = len(shape) - operand.dim()
         if groups is None or missing < 0:
             return None
-        sizes: list[Size] = [1] * missing + list(operand.shape)
-        strides: list[Size] = [0] * missing + list(operand.stride())
+        sizes: list[Size] = [*([1] * missing), *operand.shape]
+        strides: list[Size] = [*([0] * missing), *operand.stride()]
         found: list[tuple[Size, Size, SizedTerm]] = []
         axes: tuple[Axis, ...] = ("l", "m", "n")
         for axis in axes:

@@ -31,7 +31,8 @@ def _mask(
     after: the mask drawn before this one; it only keeps the order of draws.
     """
     dropped = torch.zeros(list(size), dtype=dtype, device=device)
-    return torch.ops.aten.native_dropout(dropped, p, True)[1]
+    mask: Tensor = torch.ops.aten.native_dropout(dropped, p, True)[1]
+    return mask
 
 
 def _fake(

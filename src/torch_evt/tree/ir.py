@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -179,9 +179,7 @@ class Keep(_Value):
     p: float
 
 
-Value = Union[
-    Accumulator, Load, Const, Index, Compute, Cast, Statistic, Neighbour, Keep
-]
+Value = Accumulator | Load | Const | Index | Compute | Cast | Statistic | Neighbour | Keep
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ class Select:
     dtype: torch.dtype
 
 
-Sink = Union[Store, Reduce, Select]
+Sink = Store | Reduce | Select
 
 
 @dataclass(frozen=True)
