@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torch_evt import backend
-from torch_evt.torch_compat import inductor_config
+from torch_evt.torch_compat import caches_disabled, inductor_config
 
 PLACE: Mapping[str, Any] = {
     "evt.place": "always",
@@ -29,7 +29,7 @@ def interpreted(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """A backend for torch.compile."""
-    with inductor_config().patch(force_disable_caches=True):
+    with caches_disabled():
         return backend.compile_with(
             module, example_inputs, mode=mode, options=options, inner_compile=run_graph
         )

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import PLACE, interpreted
 from torch import nn
 
 import torch_evt
+from interpreted import PLACE, interpreted
 from torch_evt import backend, workloads
 from torch_evt.errors import OptionError, TargetError
 from torch_evt.runtime import counters

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import PLACE
 
+from interpreted import PLACE
 from torch_evt import pipeline, workloads
 from torch_evt.partition.plan import GraphPlan
 from torch_evt.runtime import counters

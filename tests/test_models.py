@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted import PLACE, interpreted
 from torch import Tensor, nn
 
+from interpreted import PLACE, interpreted
 from torch_evt import pipeline
 from torch_evt.partition.plan import GraphPlan
 from torch_evt.runtime import counters
@@ -56,7 +56,8 @@ class Model(nn.Module):
 def weighted(result: Tensor) -> Tensor:
     """A scalar, outside the compiled function, in which every element counts differently and
     nothing cancels (a loss near zero has no meaningful relative error)."""
-    weights = 1 + torch.cos(torch.arange(result.numel())).view(result.shape) / 2
+    steps = torch.arange(result.numel(), device=result.device)
+    weights = 1 + torch.cos(steps).view(result.shape) / 2
     return (result.float().square() * weights).sum()
 
 

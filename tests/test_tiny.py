@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import PLACE
 
+from interpreted import PLACE
 from torch_evt import pipeline, workloads
 from torch_evt.partition.plan import GraphPlan
 from torch_evt.runtime import counters

@@ -7,15 +7,13 @@ where the name comes from. Nothing here patches PyTorch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from torch_evt.errors import OptionError
@@ -35,12 +33,16 @@ __all__ = [
     "TELLS_INFERENCE",
     "CustomPartitionerFn",
     "GraphPass",
+    "cache_folder",
+    "caches_disabled",
     "common_subexpressions",
     "compile_fx",
     "compile_id",
     "decomposition_table",
     "files_digest",
+    "fresh_cache",
     "inductor_config",
+    "inductor_generators",
     "inductor_settings",
     "register_entry_point",
     "reset_cudagraph_trees",
@@ -59,6 +61,33 @@ def run_graph_pass(other: Callable[..., None], graph: fx.Graph, is_inference: bo
 
 
 Partitioner = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@contextmanager
+def caches_disabled() -> Iterator[None]:
+    """Neither read nor write AOTAutograd's and Inductor's graph caches inside the block."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+    ):
+        yield
+
+
+def fresh_cache() -> Any:
+    """A context with an empty cache folder of its own (torch._inductor.utils.fresh_cache)."""
+    from torch._inductor.utils import fresh_cache as fresh
+
+    return fresh()
+
+
+def cache_folder() -> str:
+    """Where Inductor caches what it compiled (torch._inductor.runtime.cache_dir_utils)."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
 
 
 def register_entry_point(name: str, value: str) -> None:
@@ -83,6 +112,13 @@ def inductor_settings(mode: str | None, options: Mapping[str, Any]) -> dict[str,
         raise OptionError(f"Inductor: {error}") from error
 
 
+def compile_fx(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's compiler (torch._inductor.compile_fx), imported when first used: it is large."""
+    from torch._inductor.compile_fx import compile_fx as compile_with_inductor
+
+    return compile_with_inductor(module, inputs, **kwargs)
+
+
 def compile_id() -> str:
     """The id of the compilation in progress, as TORCH_LOGS prints it: "0/0"; "-" outside one."""
     from torch._guards import CompileContext
@@ -94,7 +130,17 @@ def compile_id() -> str:
 def common_subexpressions(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph that computes every value once, random ones aside: what min-cut itself does
     to a joint graph first (torch._functorch.compile_utils.fx_graph_cse)."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
     return fx_graph_cse(graph)
+
+
+def inductor_generators() -> frozenset[Any]:
+    """Inductor's own random operations (torch._inductor.inductor_prims): they read no memory."""
+    import torch._inductor.inductor_prims  # registers them
+
+    prims = torch.ops.prims
+    return frozenset({prims.inductor_random.default, prims.inductor_lookup_seed.default})
 
 
 def decomposition_table() -> dict[Any, Any]:
@@ -122,6 +168,8 @@ def run_partitioner(
     joint: fx.GraphModule, inputs: Sequence[Any], other: Partitioner | None, kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph in halves: by `other`, or else by min-cut, as Inductor calls it."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     partitioner: Partitioner = other or min_cut_rematerialization_partition
     return partitioner(joint, inputs, **kwargs)
 

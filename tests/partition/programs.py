@@ -174,7 +174,9 @@ def programs(
     """
     writer = _Writer(draw, half, smooth)
     for dimension in DIMENSIONS:
-        writer.sizes[dimension] = draw(st.sampled_from([s for s in (1, 2, 3, 5) if least <= s <= largest]))
+        writer.sizes[dimension] = draw(
+            st.sampled_from([s for s in (1, 2, 3, 5) if least <= s <= largest])
+        )
     batched = draw(st.booleans())
     depth = draw(st.sampled_from([k for k in (1, 4, 6) if k >= least]))
     _product(writer, batched, depth)

@@ -24,7 +24,7 @@ from torch_evt.mainloops import for_target
 from torch_evt.partition.elementwise import CONVERT, VIEWS, constant
 from torch_evt.partition.halves import Label
 from torch_evt.partition.region import Region
-from torch_evt.torch_compat import size_hint
+from torch_evt.torch_compat import inductor_generators, size_hint
 from torch_evt.tree.ir import Reduce
 
 aten = torch.ops.aten
@@ -55,15 +55,11 @@ _MOVES = VIEWS | {
     aten.alias.default,
     aten.detach.default,
 }
-_GENERATORS = frozenset(
-    {
-        aten.full.default,
-        aten.scalar_tensor.default,
-        prims.iota.default,
-        prims.inductor_random.default,
-        prims.inductor_lookup_seed.default,
-    }
-)
+_GENERATORS = inductor_generators() | {
+    aten.full.default,
+    aten.scalar_tensor.default,
+    prims.iota.default,
+}
 _POINTWISE = frozenset(
     {CONVERT, aten.clone.default, aten.where.self, aten.gather.default, aten.cat.default}
 )

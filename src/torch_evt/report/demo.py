@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch._inductor.utils import fresh_cache
 
 from torch_evt import testing, workloads
 from torch_evt.partition.plan import Plan
 from torch_evt.report.explain import explain
 from torch_evt.report.render import render
 from torch_evt.runtime import counters
+from torch_evt.torch_compat import fresh_cache
 
 STEPS = 50
 CURVE_STEPS = 20

@@ -157,11 +157,11 @@ def check_headers() -> Check:
 
 def check_cache() -> Check:
     """Whether Inductor's cache folder, which holds compiled graphs, can be written."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch_evt.torch_compat import cache_folder
 
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "the default folder")
     try:
-        folder = cache_dir()
+        folder = cache_folder()
         with tempfile.TemporaryFile(dir=folder):
             return Check("cache", folder)
     except OSError as error:

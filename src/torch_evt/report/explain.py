@@ -26,7 +26,7 @@ from torch_evt import backend, devices, options, pipeline
 from torch_evt.errors import ExplainError
 from torch_evt.options import Options
 from torch_evt.partition.plan import GraphPlan, Plan
-from torch_evt.torch_compat import inductor_config
+from torch_evt.torch_compat import caches_disabled, inductor_config
 from torch_evt.version import __version__
 
 Loss = Callable[[Any], torch.Tensor]
@@ -63,7 +63,7 @@ def explain(
             step = _step(model, inputs, kwargs, loss, notes)
             compiled = torch.compile(step, backend=_planner(mode, options))
             with (
-                inductor_config().patch(force_disable_caches=True),
+                caches_disabled(),
                 pipeline.observed(graphs.append),
             ):
                 compiled(*inputs, **kwargs)
@@ -97,8 +97,18 @@ def _planner(mode: str | None, given: Mapping[str, Any] | None) -> Callable[...,
     return plan_only
 
 
-def _run_graph(module: fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
-    """Stands in for Inductor's code generation: runs the graph as it is, on fake tensors."""
+def _run_graph(
+    module: fx.GraphModule, example_inputs: Any, *, is_inference: bool = False, **_: Any
+) -> Callable[..., Any]:
+    """Stands in for Inductor's code generation: runs the graph as it is, on fake tensors.
+
+    An inference graph gets our pass first, which Inductor would run at the start of its own.
+    """
+    if is_inference:
+        inference_pass = inductor_config().post_grad_custom_pre_pass
+        assert isinstance(inference_pass, backend.InferencePass)
+        inference_pass(module.graph, True)
+        module.recompile()
 
     def run(arguments: list[Any]) -> Any:
         return module(*arguments)

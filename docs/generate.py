@@ -1,0 +1,93 @@
+"""Writes what is generated in the documents; `make docs` runs it.
+
+    options.md, reasons.md        whole, from the code's own descriptions
+    life-of-a-linear-layer.md     the blocks that follow a line "<!-- generated: NAME -->"
+
+`tests/test_docs.py` fails where a document is not what this writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import linear_layer
+
+from torch_evt.errors import REASONS
+from torch_evt.options import describe
+
+DOCS = Path(__file__).parent
+LIFE = DOCS / "life-of-a-linear-layer.md"
+
+_OPTIONS = """\
+# Options
+
+Generated from `src/torch_evt/options.py` by `make docs`.
+
+    torch.compile(model, backend="evt", mode="max-autotune", options={"evt.place": "always"})
+
+Keys that start with `evt.` are the ones below. All others are Inductor's, and so is `mode=`. The
+first value of a choice is its default. An option that does not exist, or has a wrong value, is an
+error when the compiled model is first called; `torch_evt.check_options(options)` raises it at once.
+A value that is not available yet is an error too.
+
+The last column says whether the option is part of the key under which Inductor caches a compiled
+graph. `evt.dump` is not: it switches the caches off instead, since a cached graph runs no pass.
+
+"""
+
+_REASONS = """\
+# Reasons for not fusing
+
+Generated from `src/torch_evt/errors.py` by `make docs`.
+
+A product that no region takes stays with Inductor, and `explain` says why. Codes do not change;
+texts may, and `explain` adds the operation that stood in the way where there is one.
+
+"""
+
+
+def options_page() -> str:
+    """docs/options.md."""
+    rows = [
+        (f"`{name}`", values.replace(" | ", ", "), f"`{default}`", text, "yes" if in_key else "no")
+        for name, values, default, text, in_key in describe()
+    ]
+    return _OPTIONS + _table(("option", "values", "default", "what it does", "in the key"), rows)
+
+
+def reasons_page() -> str:
+    """docs/reasons.md."""
+    return _REASONS + _table(
+        ("code", "why a node stays with Inductor"),
+        ((f"`{reason.code}`", reason.text) for reason in REASONS),
+    )
+
+
+def filled(document: str, blocks: Mapping[str, str]) -> str:
+    """The document with every marked block replaced; KeyError for a name that does not exist."""
+    return re.sub(
+        r"(<!-- generated: (.+?) -->\n```\w*\n).*?(\n```\n)",
+        lambda found: found[1] + blocks[found[2]] + found[3],
+        document,
+        flags=re.DOTALL,
+    )
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    """Write all of it."""
+    (DOCS / "options.md").write_text(options_page(), encoding="utf-8")
+    (DOCS / "reasons.md").write_text(reasons_page(), encoding="utf-8")
+    LIFE.write_text(
+        filled(LIFE.read_text(encoding="utf-8"), linear_layer.blocks()), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main()

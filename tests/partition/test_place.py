@@ -1,0 +1,77 @@
+"""Placing: a region's kernel in the place of its nodes gives the same results, for any region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.partition.planning import joint, prepared, regions, rules_of
+from tests.partition.programs import Program, programs
+from tests.tracing import relative_error, run, trace
+from torch import Tensor, fx
+
+from torch_evt.graphs import copy_of, signature, verify
+from torch_evt.joint import recompose
+from torch_evt.partition import place
+from torch_evt.runtime.ops import is_region
+
+
+def placed_alone(module: fx.GraphModule, forward_outputs: int | None) -> list[fx.GraphModule]:
+    """For each candidate of a graph, a copy in which only that one is placed, with poison."""
+    found = []
+    number = 0
+    while True:
+        copied = copy_of(module)
+        all_of_them = regions(copied.graph, rules_of(copied.graph, forward_outputs=forward_outputs))
+        if number >= len(all_of_them):
+            return found
+        before = signature(copied.graph)
+        place.place(copied.graph, all_of_them[number], {}, poison=True)
+        recompose.expand(copied.graph)
+        verify(copied.graph, before, "place")
+        found.append(copied)
+        number += 1
+
+
+def check(
+    module: fx.GraphModule,
+    inputs: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    room: float,
+    forward_outputs: int | None = None,
+) -> int:
+    """Every candidate alone gives the graph's results; how many there were."""
+    wanted = run(module, *inputs)
+    ready = prepared(module)
+    variants = placed_alone(ready, forward_outputs)
+    for variant in variants:
+        assert sum(is_region(n.target) for n in variant.graph.nodes) == 1
+        ours = run(variant, *inputs)
+        tree = next(n.args[1] for n in variant.graph.nodes if is_region(n.target))
+        for i, (our, their, true) in enumerate(zip(ours, wanted, exact, strict=True)):
+            assert our.dtype == their.dtype and our.stride() == their.stride()
+            allowed = room + 4 * relative_error(their, true)
+            error = relative_error(our, their)
+            assert error <= allowed, (i, error, allowed, tree)
+    return len(variants)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(programs(), st.integers(0, 2**16))
+def test_every_candidate_placed_alone_agrees(program: Program, seed: int) -> None:
+    inputs = program.make_inputs(seed)
+    exact = program.function(exact=True)(
+        *[x.double() if x.is_floating_point() else x for x in inputs]
+    )
+    check(trace(program.function(), *inputs), inputs, exact, 1e-5)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(programs(), st.integers(0, 2**16))
+def test_every_candidate_of_a_joint_graph_placed_alone_agrees(program: Program, seed: int) -> None:
+    inputs = program.make_inputs(seed)
+    module, arguments, outputs = joint(program.function(), inputs)
+    doubled = [x.double() if x.is_floating_point() else x for x in arguments]
+    exact_module, _, _ = joint(program.function(exact=True), doubled[: len(inputs)])
+    check(module, arguments, run(exact_module, *doubled), 1e-5, outputs)
