@@ -9,7 +9,7 @@ READY := $(VENV)/ready
 # The pins were made for Python 3.11; other versions take what the ranges in pyproject.toml allow.
 PINS = $(shell $(PYTHON) -c 'import sys; print("-c requirements/dev.txt" * (sys.version_info[:2] == (3, 11)))')
 
-.PHONY: demo test test-quick test-long lint clean
+.PHONY: demo test test-quick test-long lint docs clean
 
 demo: $(READY)
 	$(BIN)/evt demo
@@ -31,6 +31,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
 
 $(READY): pyproject.toml requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
     options.md, reasons.md        whole, from the code's own descriptions
     life-of-a-linear-layer.md     the blocks that follow a line "<!-- generated: NAME -->"
+    README.md                     likewise; takes a minute
 
 `tests/test_docs.py` fails where a document is not what this writes.
 """
@@ -13,12 +14,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import linear_layer
+import torch
 
+from torch_evt import pipeline, workloads
 from torch_evt.errors import REASONS
 from torch_evt.options import describe
+from torch_evt.report.explain import explain
+from torch_evt.report.render import to_text
+from torch_evt.tree.functions import FUNCTIONS
 
 DOCS = Path(__file__).parent
 LIFE = DOCS / "life-of-a-linear-layer.md"
+README = DOCS.parent / "README.md"
 
 _OPTIONS = """\
 # Options
@@ -48,13 +55,30 @@ texts may, and `explain` adds the operation that stood in the way where there is
 """
 
 
+_DISABLE = """
+## Names for evt.disable
+
+Passes, in the order in which they first run: {passes}.
+
+Functions of trees: {functions}. A node that computes one of them then stays outside of all regions.
+"""
+
+
 def options_page() -> str:
     """docs/options.md."""
     rows = [
         (f"`{name}`", values.replace(" | ", ", "), f"`{default}`", text, "yes" if in_key else "no")
         for name, values, default, text, in_key in describe()
     ]
-    return _OPTIONS + _table(("option", "values", "default", "what it does", "in the key"), rows)
+    table = _table(("option", "values", "default", "what it does", "in the key"), rows)
+    steps = (*pipeline.JOINT, *pipeline.BEFORE_CUT, *pipeline.HALF)
+    return (
+        _OPTIONS
+        + table
+        + _DISABLE.format(
+            passes=_listed(step.name for step in steps), functions=_listed([*FUNCTIONS, "pow"])
+        )
+    )
 
 
 def reasons_page() -> str:
@@ -65,14 +89,27 @@ def reasons_page() -> str:
     )
 
 
+def readme_blocks() -> dict[str, str]:
+    """What `evt explain` prints for GPT-2 medium, without the tables of the backward half."""
+    model, inputs, loss = workloads.get("gpt2-medium", "paper").make(dtype=torch.bfloat16)
+    options = {"evt.target": "h200", "evt.place": "always"}
+    lines = to_text(explain(model, *inputs, loss=loss, options=options)).splitlines()
+    end = lines.index("  backward: fused")
+    return {"explain": "\n".join([*lines[:end], "  ...", lines[-1]])}
+
+
 def filled(document: str, blocks: Mapping[str, str]) -> str:
     """The document with every marked block replaced; KeyError for a name that does not exist."""
     return re.sub(
-        r"(<!-- generated: (.+?) -->\n```\w*\n).*?(\n```\n)",
-        lambda found: found[1] + blocks[found[2]] + found[3],
+        r"(<!-- generated: (.+?) -->\n```\w*\n).*?^```$",
+        lambda found: f"{found[1]}{blocks[found[2]]}\n```",
         document,
-        flags=re.DOTALL,
+        flags=re.DOTALL | re.MULTILINE,
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -84,9 +121,9 @@ def main() -> None:
     """Write all of it."""
     (DOCS / "options.md").write_text(options_page(), encoding="utf-8")
     (DOCS / "reasons.md").write_text(reasons_page(), encoding="utf-8")
-    LIFE.write_text(
-        filled(LIFE.read_text(encoding="utf-8"), linear_layer.blocks()), encoding="utf-8"
-    )
+    for document, blocks in ((LIFE, linear_layer.blocks()), (README, readme_blocks())):
+        text = filled(document.read_text(encoding="utf-8"), blocks)
+        document.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

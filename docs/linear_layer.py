@@ -78,6 +78,7 @@ def blocks() -> dict[str, str]:
         "joint": _operations(dump.source(caught.joint, "the joint graph")),
         "recomposed": stages["joint_recompose"],
         "candidates": _candidates(caught.joint, caught.num_forward_outputs),
+        "price": _price(),
         "plan": _plan(plan),
         "forward": stages["forward_canonicalise"],
         "backward": stages["backward_canonicalise"],
@@ -127,6 +128,29 @@ def _candidates(joint: fx.GraphModule, num_forward_outputs: int) -> str:
             lines.append(f"        stored: {stored}{again}")
             lines.append(f"        {ours:.1f} us instead of {theirs:.1f} us")
     return "\n".join(lines)
+
+
+def _price() -> str:
+    """What the price of the first region is made of (`partition/price.py`)."""
+    device = devices.device(TARGET)
+    m, n, k = ROWS[0] * ROWS[1], 3072, 768
+    item = torch.bfloat16.itemsize
+    flops, speed = 2.0 * m * n * k, device.flops_per_us(torch.bfloat16)
+    operands, tile, bandwidth = (m * k + k * n) * item, m * n * item, device.bytes_per_us()
+    product = max(flops / speed, (operands + tile) / bandwidth) + device.launch_us
+    epilogue = (tile + n * item) / bandwidth
+    rows = [
+        (f"{flops / 1e9:.1f} Gflop at {speed / 1e6:.0f} Tflop/s", flops / speed),
+        (
+            f"{(operands + tile) / 1e6:.1f} MB (operands, first store) at "
+            f"{bandwidth / 1e6:.2f} TB/s",
+            (operands + tile) / bandwidth,
+        ),
+        ("the larger of the two and a launch: the product", product),
+        (f"{(tile + n * item) / 1e6:.1f} MB (bias, second store)", epilogue),
+        ("the region", product + epilogue),
+    ]
+    return "\n".join(f"{what:<52} {us:5.1f} us" for what, us in rows)
 
 
 def _names(nodes: Iterable[fx.Node]) -> str:

@@ -160,7 +160,10 @@ def sort_topologically(graph: fx.Graph) -> None:
 
 
 def signature(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    """What a rewrite must not change: the inputs' names and every result's dtype, shape, stride."""
+    """What a rewrite must not change: the inputs' names and every result's dtype, shape, stride.
+
+    The stride of a dimension of size 1 addresses nothing, and may change.
+    """
     inputs: list[tuple[Any, ...]] = [(n.name,) for n in graph.nodes if n.op == "placeholder"]
     results: list[tuple[Any, ...]] = []
     for value in output_values(graph):
@@ -172,7 +175,11 @@ def signature(graph: fx.Graph) -> list[tuple[Any, ...]]:
                 (
                     tensor.dtype,
                     tuple(map(expression, tensor.shape)),
-                    tuple(map(expression, tensor.stride()))
+                    tuple(
+                        expression(stride)
+                        for size, stride in zip(tensor.shape, tensor.stride())
+                        if not is_one(size)
+                    )
                     if tensor.layout is torch.strided
                     else None,
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.partition.planning import joint, prepared, regions, rules_of
@@ -34,6 +35,11 @@ def placed_alone(module: fx.GraphModule, forward_outputs: int | None) -> list[fx
         number += 1
 
 
+def strides(tensor: Tensor) -> list[int]:
+    """The strides that address something."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
 def check(
     module: fx.GraphModule,
     inputs: Sequence[Tensor],
@@ -50,28 +56,42 @@ def check(
         ours = run(variant, *inputs)
         tree = next(n.args[1] for n in variant.graph.nodes if is_region(n.target))
         for i, (our, their, true) in enumerate(zip(ours, wanted, exact, strict=True)):
-            assert our.dtype == their.dtype and our.stride() == their.stride()
+            assert (our.dtype, strides(our)) == (their.dtype, strides(their))
             allowed = room + 4 * relative_error(their, true)
             error = relative_error(our, their)
             assert error <= allowed, (i, error, allowed, tree)
     return len(variants)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(programs(), st.integers(0, 2**16))
-def test_every_candidate_placed_alone_agrees(program: Program, seed: int) -> None:
+FAST = settings(max_examples=40, deadline=None, derandomize=True)
+DTYPES = {"fp32": (torch.float32, 1e-5), "bf16": (torch.bfloat16, 2e-2), "fp16": (torch.float16, 3e-3)}
+
+
+def smooth_or_not(dtype: torch.dtype) -> st.SearchStrategy[Program]:
+    """Programs of a dtype. Half types round inside a chain and not inside a region, which moves a
+    jump from one element to the next: there the programs are smooth."""
+    return programs(dtype, smooth=dtype != torch.float32)
+
+
+def exactly(program: Program, inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.double() if x.is_floating_point() else x for x in inputs]
+
+
+@FAST
+@given(st.sampled_from(list(DTYPES)).flatmap(lambda name: st.tuples(st.just(name), smooth_or_not(DTYPES[name][0]))), st.integers(0, 2**16))
+def test_every_candidate_placed_alone_agrees(drawn: tuple[str, Program], seed: int) -> None:
+    name, program = drawn
     inputs = program.make_inputs(seed)
-    exact = program.function(exact=True)(
-        *[x.double() if x.is_floating_point() else x for x in inputs]
-    )
-    check(trace(program.function(), *inputs), inputs, exact, 1e-5)
+    exact = program.function(exact=True)(*exactly(program, inputs))
+    check(trace(program.function(), *inputs), inputs, exact, DTYPES[name][1])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(programs(), st.integers(0, 2**16))
-def test_every_candidate_of_a_joint_graph_placed_alone_agrees(program: Program, seed: int) -> None:
+@FAST
+@given(st.sampled_from(list(DTYPES)).flatmap(lambda name: st.tuples(st.just(name), smooth_or_not(DTYPES[name][0]))), st.integers(0, 2**16))
+def test_every_candidate_of_a_joint_graph_placed_alone_agrees(drawn: tuple[str, Program], seed: int) -> None:
+    name, program = drawn
     inputs = program.make_inputs(seed)
     module, arguments, outputs = joint(program.function(), inputs)
-    doubled = [x.double() if x.is_floating_point() else x for x in arguments]
+    doubled = exactly(program, arguments)
     exact_module, _, _ = joint(program.function(exact=True), doubled[: len(inputs)])
-    check(module, arguments, run(exact_module, *doubled), 1e-5, outputs)
+    check(module, arguments, run(exact_module, *doubled), DTYPES[name][1], outputs)

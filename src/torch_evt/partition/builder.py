@@ -408,16 +408,12 @@ def folded(space: Space, node: fx.Node, value: torch.Tensor) -> tuple[Over, bool
 
     batch, rows, columns = is_folded("l"), is_folded("m"), is_folded("n")
     # None: the coordinate has size 1 and may count as folded or as kept.
-    if rows is not False and columns is not False and batch is not False:
-        if rows is None and columns:
-            return "columns", False
-        if columns is None and rows:
-            return "rows", batch is True
-        return "all", True
-    if rows and columns is False:
-        return "rows", batch is True
-    if columns and rows is False and not batch:
+    if columns and not rows and not batch:
         return "columns", False
+    if rows and not columns:
+        return "rows", batch is True
+    if rows is not False and columns is not False and batch is not False:
+        return "all", True
     if rows is None and columns is False and batch is not False:
         return "rows", batch is True
     raise Refused(errors.PARTIAL_SUM)
