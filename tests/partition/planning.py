@@ -53,47 +53,48 @@ def largest(graph: fx.Graph, rules: Rules | None = None) -> Region:
     return max(regions(graph, rules), key=lambda region: len(region.nodes))
 
 
+def with_gradients(
+    function: Callable[..., tuple[Tensor, ...]], count: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A function of `count` inputs as one of these and the tangents of its floating results, which
+    returns the results and the gradients of the floating inputs."""
+
+    def both(*arguments: Tensor) -> tuple[Tensor, ...]:
+        leaves = [a.detach().requires_grad_(_floats(a)) for a in arguments[:count]]
+        with torch.enable_grad():
+            results = function(*leaves)
+            pairs = [
+                (result, tangent)
+                for result, tangent in zip(
+                    filter(_floats, results), arguments[count:], strict=True
+                )
+                if result.requires_grad
+            ]
+            gradients = torch.autograd.grad(
+                [result for result, _ in pairs],
+                [leaf for leaf in leaves if leaf.requires_grad],
+                [tangent for _, tangent in pairs],
+                allow_unused=True,
+            )
+        return (*(r.detach() for r in results), *(g for g in gradients if g is not None))
+
+    return both
+
+
 def joint(
-    function: Callable[..., tuple[Tensor, ...]],
-    inputs: Sequence[Tensor],
-    *,
-    mode: Mode = "fake",
-    seed: int = 0,
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], *, mode: Mode = "fake"
 ) -> tuple[fx.GraphModule, list[Tensor], int]:
     """A joint graph: the function's results, then the gradients of its floating inputs.
 
-    Returns it with the inputs that it takes (the function's, then the tangents) and the number of
-    its forward outputs.
+    Returns it with the inputs that it takes (the function's, then random tangents) and the number
+    of its forward outputs.
     """
     results = function(*inputs)
-    generator = torch.Generator().manual_seed(seed)
-    tangents = [
-        torch.randn(r.shape, generator=generator).to(r.dtype) for r in results if _floats(r)
-    ]
-    count = len(inputs)
-
-    def both(*arguments: Tensor) -> tuple[Tensor, ...]:
-        leaves = [
-            a.detach().requires_grad_() if _floats(a) else a.detach() for a in arguments[:count]
-        ]
-        with torch.enable_grad():
-            outputs = function(*leaves)
-            differentiable = [o for o in outputs if _floats(o) and o.requires_grad]
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            pairs = [
-                (o, t)
-                for o, t in zip(filter(_floats, outputs), arguments[count:], strict=True)
-                if o.requires_grad
-            ]
-            gradients = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [t for _, t in pairs], allow_unused=True
-            )
-        assert differentiable
-        return (*(o.detach() for o in outputs), *(g for g in gradients if g is not None))
-
+    tangents = [torch.randn(r.shape).to(r.dtype) for r in results if _floats(r)]
+    both = with_gradients(function, len(inputs))
     module = trace(both, *inputs, *tangents, mode=mode)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    for i, placeholder in enumerate(placeholders[count:]):
+    for i, placeholder in enumerate(placeholders[len(inputs) :]):
         placeholder.name = placeholder.target = f"tangents_{i}"
     module.recompile()
     return module, [*inputs, *tangents], len(results)

@@ -7,32 +7,42 @@ from collections.abc import Sequence
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.partition.planning import joint, prepared, regions, rules_of
+from tests.partition.planning import joint, prepared, regions, rules_of, with_gradients
 from tests.partition.programs import Program, programs
 from tests.tracing import relative_error, run, trace
 from torch import Tensor, fx
 
 from torch_evt.graphs import copy_of, signature, verify
 from torch_evt.joint import recompose
-from torch_evt.partition import place
+from torch_evt.partition import candidates, place
+from torch_evt.partition.region import Region
 from torch_evt.runtime.ops import is_region
+from torch_evt.tree.text import to_text
 
 
 def placed_alone(module: fx.GraphModule, forward_outputs: int | None) -> list[fx.GraphModule]:
-    """For each candidate of a graph, a copy in which only that one is placed, with poison."""
+    """For each candidate of a graph, a copy in which only that one is placed, with poison.
+
+    As in the compiler, a candidate is found in the copy by its nodes' names and built again.
+    """
     found = []
-    number = 0
-    while True:
+    for region in regions(module.graph, rules_of(module.graph, forward_outputs=forward_outputs)):
         copied = copy_of(module)
-        all_of_them = regions(copied.graph, rules_of(copied.graph, forward_outputs=forward_outputs))
-        if number >= len(all_of_them):
-            return found
+        rules = rules_of(copied.graph, forward_outputs=forward_outputs)
+        named = {n.name: n for n in copied.graph.nodes}
+        nodes = [named[n.name] for n in region.nodes]
+        anchor = named[region.anchor.name]
+        again = candidates.build(
+            anchor, region.mainloop, nodes, rules, recompute=bool(region.kept)
+        )
+        assert isinstance(again, Region)
+        assert to_text(again.tree) == to_text(region.tree)
         before = signature(copied.graph)
-        place.place(copied.graph, all_of_them[number], {}, poison=True)
+        place.place(copied.graph, again, {}, poison=True)
         recompose.expand(copied.graph)
         verify(copied.graph, before, "place")
         found.append(copied)
-        number += 1
+    return found
 
 
 def strides(tensor: Tensor) -> list[int]:
@@ -93,5 +103,5 @@ def test_every_candidate_of_a_joint_graph_placed_alone_agrees(drawn: tuple[str, 
     inputs = program.make_inputs(seed)
     module, arguments, outputs = joint(program.function(), inputs)
     doubled = exactly(program, arguments)
-    exact_module, _, _ = joint(program.function(exact=True), doubled[: len(inputs)])
-    check(module, arguments, run(exact_module, *doubled), DTYPES[name][1], outputs)
+    exact = with_gradients(program.function(exact=True), len(inputs))(*doubled)
+    check(module, arguments, exact, DTYPES[name][1], outputs)

@@ -35,6 +35,7 @@ A kernel's tensors are, in order: the operands without a tree of their own, then
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,10 +78,12 @@ class _Interned(type):
     """Makes equal values one object: a class call returns the value that already exists."""
 
     _existing: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
+    _lock = threading.Lock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         value = super().__call__(*args, **kwargs)
-        return cls._existing.setdefault(value._identity(), value)
+        with cls._lock:
+            return cls._existing.setdefault(value._identity(), value)
 
 
 class _Value(metaclass=_Interned):
