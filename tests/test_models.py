@@ -218,3 +218,20 @@ def test_inference_is_right_and_fused(
     trees = [region.tree for plan in plans for region in plan.regions if plan.placed]
     assert [holds in tree for tree in trees] == [True] if holds else not trees
     assert len(counters.region_runs) == len(trees)
+
+
+def test_equal_outputs_are_two_tensors() -> None:
+    """As in eager: writing into one must not change the other."""
+    torch.manual_seed(1)
+
+    def twice(m: Any, x: Tensor) -> Any:
+        h = m.linear(x)
+        return F.relu(h), F.relu(h)
+
+    model = Model(twice, 32)
+    x = torch.randn(12, 32)
+    with torch.no_grad():
+        a, b = torch.compile(model, backend=interpreted, options=PLACE)(x)
+    assert counters.region_runs
+    a.fill_(7.0)
+    torch.testing.assert_close(b, F.relu(model.linear(x)).detach())

@@ -65,9 +65,7 @@ def with_gradients(
             results = function(*leaves)
             pairs = [
                 (result, tangent)
-                for result, tangent in zip(
-                    filter(_floats, results), arguments[count:], strict=True
-                )
+                for result, tangent in zip(filter(_floats, results), arguments[count:], strict=True)
                 if result.requires_grad
             ]
             gradients = torch.autograd.grad(

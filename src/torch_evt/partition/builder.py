@@ -279,7 +279,7 @@ class Builder:
         inside = set(self.nodes)
         kept = self._recomputed(inside) if recompute else frozenset()
         outputs: list[Output] = []
-        stores: dict[tuple[Any, ...], list[fx.Node]] = {}
+        stores: dict[fx.Node, list[fx.Node]] = {}  # by the node whose memory they share
         for node in self.nodes:
             if node in kept or all(user in inside and user not in kept for user in node.users):
                 continue
@@ -296,10 +296,12 @@ class Builder:
                 return errors.STRIDE
             if not is_contiguous(tensor):
                 return errors.STRIDE
-            value = self.swapped[node] if swapped else self.values[stored]
-            stores.setdefault((value, tensor.dtype, swapped), []).append(node)
+            stores.setdefault(self._root(stored), []).append(node)
         tiles: list[Output] = []
-        for (value, dtype, swapped), nodes in stores.items():
+        for root, nodes in stores.items():
+            swapped = root in self.swapped
+            value = self.swapped[root] if swapped else self.values[root]
+            dtype = root.meta["val"].dtype
             axis, extent = ("m", self.space.m) if swapped else ("n", self.space.n)
             alignment = math.gcd(16, known_factor(extent) * dtype.itemsize)
             sink = Store(value, dtype, Layout(axis, alignment))
@@ -345,6 +347,13 @@ class Builder:
                 return self._narrow(source)
             if is_view(node) and self._narrow(source) is not source:
                 return self._narrow(source)
+        return node
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        """The node that a view is of. Two equal values that are no views of each other stay two
+        tensors, for a user may write into one of them."""
+        while node is not self.anchor and is_view(node) and node.args[0] in self.values:
+            node = node.args[0]  # type: ignore[assignment]
         return node
 
     def _region(self, outputs: list[Output], kept: frozenset[fx.Node]) -> Region | Reason:

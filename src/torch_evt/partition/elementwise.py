@@ -105,8 +105,13 @@ def constant(node: Any) -> Const | None:
     if tensor is None or not isinstance(value, (bool, int, float)):
         return None
     if tensor.dtype.is_floating_point:
-        return Const(float(value))
+        return Const(_rounded(float(value), tensor.dtype))
     return Const(bool(value)) if tensor.dtype == torch.bool else Const(int(value))
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The value as a tensor of that dtype holds it; fp32 and fp64 keep Python's number."""
+    return float(torch.tensor(value, dtype=dtype)) if dtype in HALVES else value
 
 
 def is_elementwise(node: fx.Node) -> bool:
