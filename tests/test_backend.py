@@ -100,21 +100,25 @@ def test_reset_reaches_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called
 
 
-def test_on_a_cpu_the_default_places_nothing_and_equals_inductor_bit_for_bit() -> None:
-    workload = workloads.get("gpt2-medium", "tiny")
+@pytest.mark.parametrize("name", ["mlp", "gpt2-medium"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_on_a_cpu_the_default_places_nothing_and_equals_inductor_bit_for_bit(
+    name: str, dtype: torch.dtype
+) -> None:
+    workload = workloads.get(name, "tiny")
     steps = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with more, Inductor's embedding gradient sums in a random order
-    for name in ("inductor", "evt"):
+    for backend_name in ("inductor", "evt"):
         torch._dynamo.reset()
-        model, inputs, loss = workload.make(0, dtype=torch.float32)
-        compiled = torch.compile(model, backend=name)
+        model, inputs, loss = workload.make(0, dtype=dtype)
+        compiled = torch.compile(model, backend=backend_name)
         steps.append(run_step(model, inputs, loss, compiled=compiled, seed=1))
     torch.set_num_threads(threads)
     assert not counters.region_runs
     assert steps[0].keys() == steps[1].keys()
-    for name, tensor in steps[0].items():
-        assert torch.equal(tensor, steps[1][name]), name
+    for key, tensor in steps[0].items():
+        assert torch.equal(tensor, steps[1][key]), key
 
 
 def test_the_users_own_partitioner_and_pass_still_run() -> None:

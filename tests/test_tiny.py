@@ -9,7 +9,7 @@ from interpreted import PLACE
 from torch_evt import pipeline, workloads
 from torch_evt.partition.plan import GraphPlan
 from torch_evt.runtime import counters
-from torch_evt.testing import check_model
+from torch_evt.testing import check_model, compare, fp64_copy
 
 FORWARD = [
     # both products with the ReLU behind them
@@ -45,3 +45,23 @@ def test_mlp_trains_right_with_three_regions(dtype: torch.dtype) -> None:
         FORWARD[0].format(t=text): 2 * steps,
         BACKWARD[0].format(t=text): steps,
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_mlp_infers_right_with_two_regions(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    counters.reset()
+    model, inputs, _ = workloads.get("mlp", "tiny").make(1, dtype=dtype)
+    plans: list[GraphPlan] = []
+    with (
+        torch.no_grad(),
+        torch._inductor.config.patch(force_disable_caches=True),
+        pipeline.observed(plans.append),
+    ):
+        ours = torch.compile(model, backend="evt", options=PLACE)(*inputs)
+        exact = fp64_copy(model)(*(x.double() for x in inputs))
+        compare({"y": ours}, {"y": model(*inputs)}, {"y": exact}, dtype).raise_if_failed()
+    (plan,) = plans
+    text = "f32" if dtype == torch.float32 else "bf16"
+    assert [r.tree for r in plan.regions] == [tree.format(t=text) for tree in FORWARD]
+    assert counters.region_runs == {FORWARD[0].format(t=text): 2}

@@ -1,8 +1,8 @@
 """Random small programs around matrix products, as Python source, for property-based tests.
 
 The index space of a product has five dimensions, (b, g, s, h, d). Without a batch its rows are
-b*g*s, with one its batch is b*g and its rows are s; its columns are h*d. A value has a *form*: which
-neighbouring dimensions are merged, so that every way to view it is one choice of cuts.
+b*g*s, with one its batch is b*g and its rows are s; its columns are h*d. A value has a *form*:
+which neighbouring dimensions are merged, so that every way to view it is one choice of cuts.
 """
 
 from __future__ import annotations
