@@ -51,6 +51,7 @@ def test_importing_the_package_is_enough_to_find_the_backend() -> None:
         ({"evt.tune": "full"}, OptionError, "not available"),
         ({"evt.target": "h20"}, TargetError, "h200"),
         ({"max_autotune_gem": True}, OptionError, "max_autotune"),
+        ({"evt.disable": ["recompos"]}, OptionError, "nearest is .recompose"),
     ],
 )
 @pytest.mark.parametrize("suppress", [False, True])

@@ -235,3 +235,23 @@ def test_equal_outputs_are_two_tensors() -> None:
     assert counters.region_runs
     a.fill_(7.0)
     torch.testing.assert_close(b, F.relu(model.linear(x)).detach())
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: (x @ m.square + m.square[0]).mean(),
+        lambda m, x: (x @ m.square + m.square[0]).var(0),
+        lambda m, x: (x @ m.square) * torch.arange(32),
+        lambda m, x: torch.where(torch.arange(32) > 5, x @ m.square, torch.arange(32)),
+        lambda m, x: (x @ m.square) > torch.arange(32),
+        lambda m, x: (x @ m.square).clamp(-0.1, 0.1).floor(),
+    ],
+    ids=["row", "row and variance", "times int", "where int", "against int", "clamp"],
+)
+def test_odd_neighbours_do_no_harm(forward: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(2)
+    model, x = Model(forward, 32), torch.randn(12, 32)
+    with torch.no_grad():
+        ours = torch.compile(model, backend=interpreted, options=PLACE)(x)
+        torch.testing.assert_close(ours, model(x))

@@ -7,6 +7,7 @@ CUDA graphs and memory planning.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import torch_evt.runtime.ops  # registers the operators
 from torch_evt import devices, pipeline
 from torch_evt.errors import OptionError, TargetError
 from torch_evt.options import Options
+from torch_evt.partition.elementwise import function_names
 from torch_evt.torch_compat import (
     CustomPartitionerFn,
     GraphPass,
@@ -61,8 +63,7 @@ def compile_with(
     """`evt` with further arguments for Inductor's `compile_fx`."""
     try:
         ours, rest = torch_evt.options.split(options)
-        if ours.target is not None:
-            devices.device(ours.target)
+        _check_names(ours)
         patches = inductor_settings(mode, rest)
     except (OptionError, TargetError) as error:
         return functools.partial(_raise, error)
@@ -79,6 +80,20 @@ def compile_with(
         patches["force_disable_caches"] = True  # a cached graph runs no pass
     compiled: Any = compile_fx(module, example_inputs, config_patches=patches, **compile_fx_kwargs)
     return compiled  # type: ignore[no-any-return]
+
+
+def _check_names(ours: Options) -> None:
+    """Raise TargetError or OptionError for names in the options that name nothing."""
+    if ours.target is not None:
+        devices.device(ours.target)
+    known = [*pipeline.names(), *function_names()]
+    for name in ours.disable:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise OptionError(
+                f"evt.disable: {name!r} is neither a pass ({', '.join(pipeline.names())}) nor a "
+                f"function ({', '.join(function_names())}); the nearest is {nearest!r}"
+            )
 
 
 def _reset() -> None:

@@ -66,7 +66,7 @@ import torch
 from math import inf, nan
 from torch import device
 
-import torch_evt  # registers the operators
+import torch_evt.backend  # registers the operators
 
 
 class Graph(torch.nn.Module):

@@ -12,6 +12,7 @@ fails, unless `evt.strict` asks for the exception.
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,6 +135,7 @@ def _place(state: State) -> None:
             continue
         state.kernels.append(kernel)
         placed.append(chosen)
+    state.module.graph.eliminate_dead_code()  # views that only replaced nodes read
     state.choice = Choice(tuple(placed), state.choice.left)
 
 
@@ -198,6 +200,7 @@ def partition(
     halves: tuple[State, ...] = ()
     with _falling_back(state):
         state.folder = _folder(options, "joint")
+        _dump(state, "captured", 0.0)
         _run(JOINT, state)
         if placing and state.choice.chosen:
             halves = _halves(state, inputs, other, kwargs)
@@ -205,7 +208,8 @@ def partition(
         forward, backward = (half.module for half in halves)
     else:
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
-    _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
+    with _describing(options):
+        _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
     return forward, backward
 
 
@@ -229,12 +233,14 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
     state = State(module, options, _target(options), half="inference")
     with _falling_back(state):
         state.folder = _folder(options, "inference")
+        _dump(state, "captured", 0.0)
         _run(INFERENCE, state)
         if placing and state.choice.chosen:
             _run(PLACE_INFERENCE, state)
             if state.kernels:
                 replace_contents(graph, state.module.graph)
-    _report(_inference_plan(state))
+    with _describing(options):
+        _report(_inference_plan(state))
 
 
 def _halves(
@@ -257,6 +263,7 @@ def _halves(
             planned=tuple(region for region in planned if region.half == name),
             folder=joint.folder,
         )
+        _dump(state, "cut", 0.0)
         _run(HALF, state)
         module.recompile()
         states.append(state)
@@ -307,13 +314,27 @@ def _run(passes: tuple[Pass, ...], state: State) -> None:
             verify(state.module.graph, before, step.name)
         except Exception as error:
             place_ = state.half or "joint"
-            raise PassError(f"pass {step.name} failed on a {place_} graph: {error}") from error
+            said = f"{type(error).__name__}: {error}"
+            raise PassError(f"pass {step.name} failed on a {place_} graph ({said})") from error
         seconds = time.perf_counter() - start
         log.debug("%s %s: %.1f ms", state.half or "joint", step.name, seconds * 1e3)
-        if state.folder is not None:
-            dump.write_stage(
-                state.folder, f"{state.half or 'joint'}_{step.name}", state.module, seconds
-            )
+        _dump(state, step.name, seconds)
+
+
+def _dump(state: State, stage: str, seconds: float) -> None:
+    if state.folder is None:
+        return
+    try:
+        dump.write_stage(state.folder, f"{state.half or 'joint'}_{stage}", state.module, seconds)
+    except OSError as failure:
+        log.warning("evt.dump: nothing more is written, for %s", failure)
+        state.folder = None
+
+
+def names() -> list[str]:
+    """The names of all passes, as `evt.disable` takes them."""
+    every = (*JOINT, *BEFORE_CUT, *HALF, *INFERENCE, *PLACE_INFERENCE)
+    return list(dict.fromkeys(step.name for step in every))
 
 
 @contextmanager
@@ -326,20 +347,24 @@ def _falling_back(state: State) -> Iterator[None]:
             raise
         state.kernels = []
         state.choice = Choice((), ())
-        where = ""
-        try:
-            folder = state.folder or _folder(state.options, "failed", always=True)
-            if folder is not None:
-                where = f" The graph is in {dump.write_stage(folder, 'failed', state.module, 0.0)}."
-        except OSError as failure:
-            where = f" (The graph could not be written: {failure}.)"
         log.warning(
             "%s. This graph is compiled by Inductor alone.%s Set evt.strict to see the exception.",
             error,
-            where,
+            _kept_graph(state),
             exc_info=log.isEnabledFor(logging.DEBUG),
         )
         state.notes.append(f"{error}; this graph was left to Inductor")
+
+
+def _kept_graph(state: State) -> str:
+    """Write the graph that a pass failed on; a sentence that says where it is."""
+    try:
+        if state.folder is None:
+            root = tempfile.mkdtemp(prefix="torch_evt_")
+            state.folder = dump.folder_for(root, f"{compile_id()}_failed")
+        return f" The graph is in {dump.write_stage(state.folder, 'failed', state.module, 0.0)}."
+    except Exception as failure:
+        return f" The graph could not be written ({failure})."
 
 
 def _placing(graph: fx.Graph, options: Options) -> bool:
@@ -359,14 +384,26 @@ def _target(options: Options) -> Device:
     return devices.device(options.target or devices.default_target())
 
 
-def _folder(options: Options, kind: str, always: bool = False) -> Path | None:
-    if options.dump is not None:
+def _folder(options: Options, kind: str) -> Path | None:
+    """A new folder for a graph's dump; None where none is asked for or none can be made."""
+    if options.dump is None:
+        return None
+    try:
         return dump.folder_for(options.dump, f"{compile_id()}_{kind}")
-    if always:
-        import tempfile
+    except OSError as failure:
+        log.warning("evt.dump: nothing is written, for %s", failure)
+        return None
 
-        return dump.folder_for(tempfile.mkdtemp(prefix="torch_evt_"), f"{compile_id()}_{kind}")
-    return None
+
+@contextmanager
+def _describing(options: Options) -> Iterator[None]:
+    """A plan that cannot be described must not stop a compilation, unless strict."""
+    try:
+        yield
+    except Exception as error:
+        if options.strict:
+            raise
+        log.warning("the plan could not be described (%r); compiling goes on", error)
 
 
 def _report(plan: GraphPlan) -> None:

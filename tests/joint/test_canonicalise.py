@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tracing import Mode, assert_same, guards, run, targets, trace
 from torch import Tensor, fx
 
-from tests.tracing import Mode, assert_same, guards, run, targets, trace
 from torch_evt.graphs import copy_of, is_contiguous, signature, tensor_of, verify
 from torch_evt.joint import canonicalise
 
@@ -155,9 +155,11 @@ def test_a_returned_node_keeps_its_node() -> None:
 def test_symbolic_views_are_shortened_without_a_guard() -> None:
     def f(x: Tensor) -> Tensor:
         b, s, n = x.shape
-        return x.neg().view(b * s, n).view(b, s, n).t_copy() if False else x.view(b * s, n).view(
-            b, s, n
-        ).neg()
+        return (
+            x.neg().view(b * s, n).view(b, s, n).t_copy()
+            if False
+            else x.view(b * s, n).view(b, s, n).neg()
+        )
 
     given_ = x(3, 5, 8)
     module = trace(f, given_, mode="symbolic")

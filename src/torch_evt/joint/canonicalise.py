@@ -65,9 +65,8 @@ def _respell(node: fx.Node) -> int:
         outer = [int(d) % before.dim() for d in node.args[1]]  # type: ignore[union-attr,arg-type]
         return _set(node, aten.permute.default, (source.args[0], [inner[d] for d in outer]))
     static = all(isinstance(size, int) for size in (*value.shape, *before.shape))
-    if target in _TO_STATIC_VIEW and static and is_contiguous(before) and is_contiguous(value):
-        return _set(node, aten.view.default, (source, list(value.shape)))
-    if target in _TO_VIEW:
+    as_view = static and is_contiguous(before) and is_contiguous(value)
+    if target in _TO_VIEW or (target in _TO_STATIC_VIEW and as_view):
         shape = list(value.shape) if static else node.args[1]
         root: Any = source
         while root.target in _TO_VIEW:

@@ -367,11 +367,12 @@ class Builder:
             or len(outputs) > 8
         ):
             return errors.TOO_MANY
-        tree = simplify(Tree(self.mainloop.name, self.operands, tuple(o.sink for o in outputs)))
-        tree, arguments, sizes = renumber(tree, self.loads.arguments, self.loads.sizes)
+        tree = Tree(self.mainloop.name, self.operands, tuple(o.sink for o in outputs))
         try:
+            tree = simplify(tree)
+            tree, arguments, sizes = renumber(tree, self.loads.arguments, self.loads.sizes)
             verify(tree)
-        except TreeError:
+        except TreeError:  # types that do not go together, integers and floats say
             return errors.VALUE_DTYPE
         outputs = [
             Output(o.nodes, sink, o.transposed) for o, sink in zip(outputs, tree.sinks, strict=True)

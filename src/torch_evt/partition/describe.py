@@ -15,7 +15,7 @@ from torch_evt.partition.greedy import Choice, Chosen, Left
 from torch_evt.partition.halves import Label
 from torch_evt.partition.plan import Alternative, Half, RegionPlan, Saved, Unfused
 from torch_evt.partition.price import product_us
-from torch_evt.partition.region import Region, is_reduction
+from torch_evt.partition.region import Region
 from torch_evt.tree.ir import Load, Reduce, Store, postorder, roots
 from torch_evt.tree.text import to_text
 
@@ -102,31 +102,26 @@ def _shape(region: Region) -> tuple[str, ...]:
 
 
 def _fuses(region: Region) -> tuple[str, ...]:
-    """What a region holds, in the field's words."""
+    """What a region holds, in the field's words; never empty."""
     words: list[str] = []
-    if region.anchor.target in (aten.addmm.default, aten.baddbmm.default):
-        words.append("bias")
     loads = [v for v in postorder(roots(region.tree)) if isinstance(v, Load)]
+    functions = [function_of(n) for n in region.nodes]
+    adds = "add" in functions
+    has_bias = region.anchor.target in (aten.addmm.default, aten.baddbmm.default)
+    if has_bias or (adds and any(v.kind == "row" for v in loads)):
+        words.append("bias")
     if any(v.dtype == torch.bool for v in loads):
         words.append("mask")
-    for node in region.nodes:
-        name = function_of(node)
-        if name is not None and name not in words and name not in ("mul", "add", "where"):
-            words.append(name)
-    if any(function_of(n) in ("mul", "where") for n in region.nodes) and "mask" not in words:
+    words += [f for f in functions if f is not None and f not in ("add", "mul", "where")]
+    if "mask" not in words and ("mul" in functions or "where" in functions):
         words.append("scale")
-    if any(v.kind == "tile" and v.dtype != torch.bool for v in loads) and any(
-        function_of(n) == "add" for n in region.nodes
-    ):
+    if adds and any(v.kind == "tile" and v.dtype != torch.bool for v in loads):
         words.append("residual")
     stores = sum(isinstance(s, Store) for s in region.tree.sinks)
     if stores > 1:
         words.append(f"{stores} stores")
-    for sink in region.tree.sinks:
-        if isinstance(sink, Reduce):
-            words.append(f"{sink.op} over {sink.over}")
-    assert words or any(is_reduction(n) for n in region.nodes)
-    return tuple(dict.fromkeys(words))
+    words += [f"{s.op} over {s.over}" for s in region.tree.sinks if isinstance(s, Reduce)]
+    return tuple(dict.fromkeys(words or [f for f in functions if f is not None]))
 
 
 def _unfused(left: Left, half: Half, device: Device) -> Unfused:

@@ -131,6 +131,11 @@ def function_of(node: fx.Node) -> str | None:
     return _FUNCTIONS.get(node.target) or _GRADIENTS.get(node.target)
 
 
+def function_names() -> list[str]:
+    """Every name that `function_of` can give."""
+    return sorted({"pow", *_FUNCTIONS.values(), *_GRADIENTS.values()})
+
+
 def is_arithmetic(node: fx.Node) -> bool:
     """Whether a node does more than move or cast its input."""
     return function_of(node) is not None

@@ -23,7 +23,7 @@ from torch_evt.graphs import output_values, tensor_of
 from torch_evt.mainloops import for_target
 from torch_evt.partition.elementwise import CONVERT, VIEWS, constant
 from torch_evt.partition.halves import Label
-from torch_evt.partition.region import Region
+from torch_evt.partition.region import Region, is_widening
 from torch_evt.torch_compat import inductor_generators, size_hint
 from torch_evt.tree.ir import Reduce
 
@@ -191,11 +191,11 @@ class InductorModel:
         writes = 0
         for node in nodes:
             for source in node.all_input_nodes:
-                root = source
-                while root not in nodes and root.target in _MOVES and root.all_input_nodes:
+                root, size = source, bytes_of(source.meta.get("val"))
+                while root not in nodes and _passes(root) and root.all_input_nodes:
                     root = root.all_input_nodes[0]
+                    size = min(size, bytes_of(root.meta.get("val")))
                 if root not in nodes and constant(root) is None:
-                    size = bytes_of(source.meta.get("val"))
                     reads[root] = max(reads.get(root, 0), size)
             own = kept.get(node)
             if self._leaves(node, nodes if own is None else nodes | set(own.nodes)):
@@ -208,7 +208,11 @@ class InductorModel:
         return (time + writes) / self.device.bytes_per_us() + self.device.launch_us
 
     def _leaves(self, node: fx.Node, nodes: frozenset[fx.Node]) -> bool:
-        """Whether somebody outside reads a node's value, perhaps through views."""
+        """Whether somebody outside reads a node's value, perhaps through views.
+
+        What reads a widening cast outside reads the value before it instead and casts again,
+        where it can be fused with the cast.
+        """
         if node.target in _MOVES or node.target in _GENERATORS:
             return False
         stack = [node]
@@ -219,11 +223,16 @@ class InductorModel:
             for user in current.users:
                 if user.op == "output":
                     return True
-                if user.target in _MOVES:
+                if user.target in _MOVES or (user in nodes and is_widening(user)):
                     stack.append(user)
-                elif user not in nodes:
+                elif user not in nodes and not (is_widening(node) and _fusible(user)):
                     return True
         return False
+
+
+def _passes(node: fx.Node) -> bool:
+    """Whether reading a node means reading its input: a view, or a widening cast."""
+    return node.target in _MOVES or is_widening(node)
 
 
 def _fusible(node: fx.Node) -> bool:
