@@ -177,7 +177,7 @@ def signature(graph: fx.Graph) -> list[tuple[Any, ...]]:
                     tuple(map(expression, tensor.shape)),
                     tuple(
                         expression(stride)
-                        for size, stride in zip(tensor.shape, tensor.stride())
+                        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
                         if not is_one(size)
                     )
                     if tensor.layout is torch.strided

@@ -12,75 +12,40 @@ fails, unless `evt.strict` asks for the exception.
 from __future__ import annotations
 
 import logging
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from torch_evt import devices, dump
+from torch_evt import devices, passes
 from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
-from torch_evt.errors import PassError
 from torch_evt.graphs import (
     copy_of,
     output_node,
     output_values,
     renumbered,
     replace_contents,
-    signature,
     tensor_of,
-    verify,
 )
 from torch_evt.joint import canonicalise, common_subexpressions, eager_dropout, recompose
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
-from torch_evt.partition.halves import Label, label_all, label_joint
+from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
 from torch_evt.partition.region import Region
+from torch_evt.passes import Pass, State, describing, falling_back, new_folder, write_dump
 from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
 from torch_evt.tree.text import to_text
 
 log = logging.getLogger("torch_evt")
 
 _TRAINING_HALF = "torch_evt_training_half"
-
-
-@dataclass
-class State:
-    """What the passes of one graph share.
-
-    module: the graph being rewritten. labels: each node's half. planned: the joint plan's regions
-    of this half. choice: what was chosen here. kernels: the operators placed.
-    """
-
-    module: fx.GraphModule
-    options: Options
-    device: Device
-    half: Half | None = None
-    num_forward_outputs: int = 0
-    planned: tuple[RegionPlan, ...] = ()
-    labels: dict[fx.Node, Label] = field(default_factory=dict)
-    choice: Choice = Choice((), ())
-    kernels: list[fx.Node] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    folder: Path | None = None
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A named step. `evt.disable` leaves it out by its name."""
-
-    name: str
-    run: Callable[[State], None]
 
 
 def _canonicalise(state: State) -> None:
@@ -198,17 +163,17 @@ def partition(
         copy_of(joint), options, device, num_forward_outputs=int(kwargs["num_fwd_outputs"])
     )
     halves: tuple[State, ...] = ()
-    with _falling_back(state):
-        state.folder = _folder(options, "joint")
-        _dump(state, "captured", 0.0)
-        _run(JOINT, state)
+    with falling_back(state):
+        state.folder = new_folder(options, "joint")
+        write_dump(state, "captured", 0.0)
+        passes.run(JOINT, state)
         if placing and state.choice.chosen:
             halves = _halves(state, inputs, other, kwargs)
     if any(half.kernels for half in halves):
         forward, backward = (half.module for half in halves)
     else:
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
-    with _describing(options):
+    with describing(options):
         _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
     return forward, backward
 
@@ -231,15 +196,15 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
     owner = graph.owning_module or torch.nn.Module()
     module = copy_of(fx.GraphModule(owner, graph))
     state = State(module, options, _target(options), half="inference")
-    with _falling_back(state):
-        state.folder = _folder(options, "inference")
-        _dump(state, "captured", 0.0)
-        _run(INFERENCE, state)
+    with falling_back(state):
+        state.folder = new_folder(options, "inference")
+        write_dump(state, "captured", 0.0)
+        passes.run(INFERENCE, state)
         if placing and state.choice.chosen:
-            _run(PLACE_INFERENCE, state)
+            passes.run(PLACE_INFERENCE, state)
             if state.kernels:
                 replace_contents(graph, state.module.graph)
-    with _describing(options):
+    with describing(options):
         _report(_inference_plan(state))
 
 
@@ -248,7 +213,7 @@ def _halves(
 ) -> tuple[State, ...]:
     labels, choice = joint.labels, joint.choice
     planned = describe.regions_of(choice, labels)
-    _run(BEFORE_CUT, joint)
+    passes.run(BEFORE_CUT, joint)
     to_cut, names = renumbered(joint.module)
     planned = tuple(describe.renamed(region, names) for region in planned)
     cut = run_partitioner(to_cut, inputs, other, dict(kwargs))
@@ -263,8 +228,8 @@ def _halves(
             planned=tuple(region for region in planned if region.half == name),
             folder=joint.folder,
         )
-        _dump(state, "cut", 0.0)
-        _run(HALF, state)
+        write_dump(state, "cut", 0.0)
+        passes.run(HALF, state)
         module.recompile()
         states.append(state)
     return tuple(states)
@@ -302,69 +267,10 @@ def _rules(state: State) -> Rules:
     )
 
 
-def _run(passes: tuple[Pass, ...], state: State) -> None:
-    """Run passes with a verifier behind each; PassError names the one that failed."""
-    for step in passes:
-        if step.name in state.options.disable:
-            continue
-        before = signature(state.module.graph)
-        start = time.perf_counter()
-        try:
-            step.run(state)
-            verify(state.module.graph, before, step.name)
-        except Exception as error:
-            place_ = state.half or "joint"
-            said = f"{type(error).__name__}: {error}"
-            raise PassError(f"pass {step.name} failed on a {place_} graph ({said})") from error
-        seconds = time.perf_counter() - start
-        log.debug("%s %s: %.1f ms", state.half or "joint", step.name, seconds * 1e3)
-        _dump(state, step.name, seconds)
-
-
-def _dump(state: State, stage: str, seconds: float) -> None:
-    if state.folder is None:
-        return
-    try:
-        dump.write_stage(state.folder, f"{state.half or 'joint'}_{stage}", state.module, seconds)
-    except OSError as failure:
-        log.warning("evt.dump: nothing more is written, for %s", failure)
-        state.folder = None
-
-
 def names() -> list[str]:
     """The names of all passes, as `evt.disable` takes them."""
     every = (*JOINT, *BEFORE_CUT, *HALF, *INFERENCE, *PLACE_INFERENCE)
     return list(dict.fromkeys(step.name for step in every))
-
-
-@contextmanager
-def _falling_back(state: State) -> Iterator[None]:
-    """Leave the graph to Inductor when one of our passes fails, unless strict."""
-    try:
-        yield
-    except Exception as error:
-        if state.options.strict:
-            raise
-        state.kernels = []
-        state.choice = Choice((), ())
-        log.warning(
-            "%s. This graph is compiled by Inductor alone.%s Set evt.strict to see the exception.",
-            error,
-            _kept_graph(state),
-            exc_info=log.isEnabledFor(logging.DEBUG),
-        )
-        state.notes.append(f"{error}; this graph was left to Inductor")
-
-
-def _kept_graph(state: State) -> str:
-    """Write the graph that a pass failed on; a sentence that says where it is."""
-    try:
-        if state.folder is None:
-            root = tempfile.mkdtemp(prefix="torch_evt_")
-            state.folder = dump.folder_for(root, f"{compile_id()}_failed")
-        return f" The graph is in {dump.write_stage(state.folder, 'failed', state.module, 0.0)}."
-    except Exception as failure:
-        return f" The graph could not be written ({failure})."
 
 
 def _placing(graph: fx.Graph, options: Options) -> bool:
@@ -382,28 +288,6 @@ def _wanted(options: Options) -> bool:
 
 def _target(options: Options) -> Device:
     return devices.device(options.target or devices.default_target())
-
-
-def _folder(options: Options, kind: str) -> Path | None:
-    """A new folder for a graph's dump; None where none is asked for or none can be made."""
-    if options.dump is None:
-        return None
-    try:
-        return dump.folder_for(options.dump, f"{compile_id()}_{kind}")
-    except OSError as failure:
-        log.warning("evt.dump: nothing is written, for %s", failure)
-        return None
-
-
-@contextmanager
-def _describing(options: Options) -> Iterator[None]:
-    """A plan that cannot be described must not stop a compilation, unless strict."""
-    try:
-        yield
-    except Exception as error:
-        if options.strict:
-            raise
-        log.warning("the plan could not be described (%r); compiling goes on", error)
 
 
 def _report(plan: GraphPlan) -> None:

@@ -1,0 +1,135 @@
+"""Running passes: one after the other, a verifier behind each, and what happens when one fails."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from torch_evt import dump
+from torch_evt.devices import Device
+from torch_evt.errors import PassError
+from torch_evt.graphs import signature, verify
+from torch_evt.options import Options
+from torch_evt.partition.greedy import Choice
+from torch_evt.partition.halves import Label
+from torch_evt.partition.plan import Half, RegionPlan
+from torch_evt.torch_compat import compile_id
+
+log = logging.getLogger("torch_evt")
+
+
+@dataclass
+class State:
+    """What the passes of one graph share.
+
+    module: the graph being rewritten. labels: each node's half. planned: the joint plan's regions
+    of this half. choice: what was chosen here. kernels: the operators placed.
+    """
+
+    module: fx.GraphModule
+    options: Options
+    device: Device
+    half: Half | None = None
+    num_forward_outputs: int = 0
+    planned: tuple[RegionPlan, ...] = ()
+    labels: dict[fx.Node, Label] = field(default_factory=dict)
+    choice: Choice = Choice((), ())
+    kernels: list[fx.Node] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named step. `evt.disable` leaves it out by its name."""
+
+    name: str
+    run: Callable[[State], None]
+
+
+def run(passes: tuple[Pass, ...], state: State) -> None:
+    """Run passes with a verifier behind each; PassError names the one that failed."""
+    for step in passes:
+        if step.name in state.options.disable:
+            continue
+        before = signature(state.module.graph)
+        start = time.perf_counter()
+        try:
+            step.run(state)
+            verify(state.module.graph, before, step.name)
+        except Exception as error:
+            place_ = state.half or "joint"
+            said = f"{type(error).__name__}: {error}"
+            raise PassError(f"pass {step.name} failed on a {place_} graph ({said})") from error
+        seconds = time.perf_counter() - start
+        log.debug("%s %s: %.1f ms", state.half or "joint", step.name, seconds * 1e3)
+        write_dump(state, step.name, seconds)
+
+
+def write_dump(state: State, stage: str, seconds: float) -> None:
+    if state.folder is None:
+        return
+    try:
+        dump.write_stage(state.folder, f"{state.half or 'joint'}_{stage}", state.module, seconds)
+    except OSError as failure:
+        log.warning("evt.dump: nothing more is written, for %s", failure)
+        state.folder = None
+
+
+@contextmanager
+def falling_back(state: State) -> Iterator[None]:
+    """Leave the graph to Inductor when one of our passes fails, unless strict."""
+    try:
+        yield
+    except Exception as error:
+        if state.options.strict:
+            raise
+        state.kernels = []
+        state.choice = Choice((), ())
+        log.warning(
+            "%s. This graph is compiled by Inductor alone.%s Set evt.strict to see the exception.",
+            error,
+            _kept_graph(state),
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )
+        state.notes.append(f"{error}; this graph was left to Inductor")
+
+
+def _kept_graph(state: State) -> str:
+    """Write the graph that a pass failed on; a sentence that says where it is."""
+    try:
+        if state.folder is None:
+            root = tempfile.mkdtemp(prefix="torch_evt_")
+            state.folder = dump.folder_for(root, f"{compile_id()}_failed")
+        return f" The graph is in {dump.write_stage(state.folder, 'failed', state.module, 0.0)}."
+    except Exception as failure:
+        return f" The graph could not be written ({failure})."
+
+
+def new_folder(options: Options, kind: str) -> Path | None:
+    """A new folder for a graph's dump; None where none is asked for or none can be made."""
+    if options.dump is None:
+        return None
+    try:
+        return dump.folder_for(options.dump, f"{compile_id()}_{kind}")
+    except OSError as failure:
+        log.warning("evt.dump: nothing is written, for %s", failure)
+        return None
+
+
+@contextmanager
+def describing(options: Options) -> Iterator[None]:
+    """A plan that cannot be described must not stop a compilation, unless strict."""
+    try:
+        yield
+    except Exception as error:
+        if options.strict:
+            raise
+        log.warning("the plan could not be described (%r); compiling goes on", error)
