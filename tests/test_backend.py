@@ -184,3 +184,22 @@ def test_a_second_process_hits_every_cache_and_plans_nothing(tmp_path: Path) -> 
     assert (second["loss"], second["gradient"]) == (first["loss"], first["gradient"])
     other = run_program(tmp_path, {"evt.poison": True})
     assert other["planned"] == 3  # another option is another graph
+
+
+def test_an_inference_graph_keeps_its_owner() -> None:
+    """Inductor's own passes put subgraphs into the module that owns the graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from torch_evt.options import Options
+    from torch_evt.pipeline import transform_inference
+
+    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w)
+
+    module = make_fx(layer, tracing_mode="fake")(torch.randn(8, 8), torch.randn(8, 8))
+    transform_inference(module.graph, Options(place="always", strict=True))
+    assert any("region_1" in str(node.target) for node in module.graph.nodes)
+    assert module.graph.owning_module is module
+    module.recompile()
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    torch.testing.assert_close(module(x, w), layer(x, w))

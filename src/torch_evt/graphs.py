@@ -99,14 +99,17 @@ def output_values(graph: fx.Graph) -> list[Any]:
 
 def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     """A graph module with a graph of its own; parameters, submodules and values are the same."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        rename(env[node], node.name)
-    graph._codegen = module.graph._codegen
-    copied = fx.GraphModule(module, graph)
-    copied.meta = dict(module.meta)
+    return module_of(module, module.graph)
+
+
+def module_of(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module of a copy of `graph`, which itself stays as it is and keeps its owner.
+
+    root: has the attributes that the graph reads.
+    """
+    copied = _copied(root, graph)
+    for old, new in zip(graph.nodes, copied.graph.nodes, strict=True):
+        rename(new, old.name)
     return copied
 
 
@@ -115,14 +118,20 @@ def renumbered(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, str]]:
 
     Copying such a graph, or a part of it, keeps its names; partitioners rely on that.
     """
-    graph = fx.Graph()
+    copied = _copied(module, module.graph)
+    pairs = zip(module.graph.nodes, copied.graph.nodes, strict=True)
+    return copied, {old.name: new.name for old, new in pairs}
+
+
+def _copied(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-    graph._codegen = module.graph._codegen
-    copied = fx.GraphModule(module, graph)
-    copied.meta = dict(module.meta)
-    return copied, {old.name: new.name for old, new in env.items()}
+    for node in graph.nodes:
+        env[node] = copy.node_copy(node, lambda n: env[n])
+    copy._codegen = graph._codegen
+    module = fx.GraphModule(root, copy)
+    module.meta = dict(getattr(root, "meta", {}))
+    return module
 
 
 def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:

@@ -25,6 +25,7 @@ from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
 from torch_evt.graphs import (
     copy_of,
+    module_of,
     output_node,
     output_values,
     renumbered,
@@ -194,7 +195,7 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
     if not (placing or _wanted(options)):
         return
     owner = graph.owning_module or torch.nn.Module()
-    module = copy_of(fx.GraphModule(owner, graph))
+    module = module_of(owner, graph)
     state = State(module, options, _target(options), half="inference")
     with falling_back(state):
         state.folder = new_folder(options, "inference")
