@@ -32,9 +32,10 @@ _OPTIONS = """\
 
 Generated from `src/torch_evt/options.py` by `make docs`.
 
-    torch.compile(model, backend="evt", mode="max-autotune", options={"evt.place": "always"})
+    torch.compile(model, backend="evt", options={"evt.place": "always", "max_autotune": True})
 
-Keys that start with `evt.` are the ones below. All others are Inductor's, and so is `mode=`. The
+Keys that start with `evt.` are the ones below. All others are Inductor's, and so is
+`mode=`, which PyTorch does not take together with options. The
 first value of a choice is its default. An option that does not exist, or has a wrong value, is an
 error when the compiled model is first called; `torch_evt.check_options(options)` raises it at once.
 A value that is not available yet is an error too.

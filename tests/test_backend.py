@@ -203,3 +203,18 @@ def test_an_inference_graph_keeps_its_owner() -> None:
     module.recompile()
     x, w = torch.randn(8, 8), torch.randn(8, 8)
     torch.testing.assert_close(module(x, w), layer(x, w))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (["evt.place"], OptionError, "takes a dict"),
+        ({3: 4}, OptionError, "names as keys"),
+        ({"evt.target": "zz"}, TargetError, "h200"),
+        ({"evt.disable": ["foo"]}, OptionError, "neither a pass"),
+        ({"no_such_setting": 1}, OptionError, "Inductor"),
+    ],
+)
+def test_check_options_checks_everything(options: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        torch_evt.check_options(options)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_evt.options import check_options
 from torch_evt.torch_compat import register_entry_point
 from torch_evt.version import __version__
 
@@ -25,10 +24,10 @@ __all__ = ["__version__", "check_options", "evt", "explain"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "evt":
-        from torch_evt.backend import evt
+    if name in ("evt", "check_options"):
+        from torch_evt import backend
 
-        return evt
+        return getattr(backend, name)
     if name == "explain":
         from torch_evt.report.explain import explain
 

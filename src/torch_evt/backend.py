@@ -15,9 +15,7 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-import torch_evt.options
-import torch_evt.runtime.ops  # registers the operators
-from torch_evt import devices, pipeline
+from torch_evt import devices, options, pipeline
 from torch_evt.errors import OptionError, TargetError
 from torch_evt.options import Options
 from torch_evt.partition.elementwise import function_names
@@ -62,9 +60,7 @@ def compile_with(
 ) -> Callable[..., Any]:
     """`evt` with further arguments for Inductor's `compile_fx`."""
     try:
-        ours, rest = torch_evt.options.split(options)
-        _check_names(ours)
-        patches = inductor_settings(mode, rest)
+        ours, patches = _settings(mode, options)
     except (OptionError, TargetError) as error:
         return functools.partial(_raise, error)
     config = inductor_config()
@@ -80,6 +76,22 @@ def compile_with(
         patches["force_disable_caches"] = True  # a cached graph runs no pass
     compiled: Any = compile_fx(module, example_inputs, config_patches=patches, **compile_fx_kwargs)
     return compiled  # type: ignore[no-any-return]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise OptionError or TargetError at once if torch.compile's `options` are wrong.
+
+    `torch.compile` itself only stores a backend's options, so that without this call a mistake
+    shows at the first run of the compiled model.
+    """
+    _settings(None, options)
+
+
+def _settings(mode: str | None, given: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
+    """Our options and Inductor's configuration. Raises OptionError or TargetError."""
+    ours, rest = options.split(given)
+    _check_names(ours)
+    return ours, inductor_settings(mode, rest)
 
 
 def _check_names(ours: Options) -> None:

@@ -142,10 +142,14 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     Raises OptionError for a key under `evt.` that does not exist, has the wrong type or a value
     that is not among its choices.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options takes a dict, not {options!r} ({type(options).__name__})")
     ours: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in (options or {}).items():
-        if isinstance(key, str) and key.startswith(PREFIX):
+        if not isinstance(key, str):
+            raise OptionError(f"options takes names as keys, not {key!r}")
+        if key.startswith(PREFIX):
             ours[key[len(PREFIX) :]] = value
         else:
             rest[key] = value
@@ -157,15 +161,6 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     if "disable" in ours:
         ours["disable"] = tuple(ours["disable"])
     return Options(**ours), rest
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise OptionError at once if `options`, as given to torch.compile, has a wrong `evt.` entry.
-
-    `torch.compile` itself only stores a backend's options, so that without this call a mistake
-    shows at the first run of the compiled model.
-    """
-    split(options)
 
 
 def describe() -> list[tuple[str, str, str, str, bool]]:
