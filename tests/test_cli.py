@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it ends."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,3 +162,25 @@ def test_demo_ends_with_what_the_demo_says(monkeypatch: pytest.MonkeyPatch, code
     module.run = lambda: code  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_evt.report.demo", module)
     assert _evt("demo").exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "math:pi"], "not a function"),
+        (["explain", "mlp", "--json", "no/such/folder/plan.json"], "does not exist"),
+        (["explain", "mlp", "--json", "."], "is a directory"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_sentence(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_the_package_can_be_run() -> None:
+    for module in ("torch_evt", "torch_evt.cli"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
+        )
+        assert "version" in done.stdout

@@ -30,6 +30,13 @@ class _Commands(click.Group):
             raise _Failure(" ".join(str(error).split())) from error
 
 
+def _check_parent(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    """Refuse a file in a folder that does not exist before any work is done."""
+    if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
+        raise click.BadParameter(f"the folder of {path} does not exist")
+    return path
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
@@ -73,7 +80,14 @@ def demo() -> None:
     help="Where regions are put into the graph.",
 )
 @click.option("--inference", is_flag=True, help="Plan the forward graph alone, in eval mode.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the plan as JSON; - is stdout.")
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_check_parent,
+    help="Write the plan as JSON; - is stdout.",
+)
 def explain(
     what: str,
     size: str,
@@ -117,3 +131,7 @@ def explain(
     Console().print(render(plan))
     if json_path is not None:
         Path(json_path).write_text(to_json_text(plan), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

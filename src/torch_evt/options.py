@@ -199,6 +199,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         raise OptionError(f"{name} takes {wanted}, not {value!r} ({type(value).__name__})")
     if field.name == "disable" and not all(isinstance(item, str) for item in value):
         raise OptionError(f"{name} takes a list of names, not {value!r}")
+    if field.name == "dump" and value == "":
+        raise OptionError(f"{name} takes a folder, not an empty name; None writes nothing")
     if meta["choices"] and value not in meta["choices"]:
         nearest = difflib.get_close_matches(str(value), list(meta["choices"]), n=1, cutoff=0.0)
         raise OptionError(

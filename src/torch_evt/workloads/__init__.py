@@ -101,6 +101,11 @@ def load(reference: str) -> Made:
             f"cannot load {reference!r}: {error}; give an importable module and a function in it, "
             "as module:function"
         ) from error
+    if not callable(function):
+        raise ExplainError(
+            f"{reference} is {type(function).__name__}, not a function that returns "
+            "(model, inputs, loss)"
+        )
     made = function()
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], tuple)):
         raise ExplainError(
