@@ -237,6 +237,18 @@ def test_a_chain_in_half_precision_is_left_alone_only_where_every_rounding_count
     assert_same(run(kept, x), run(module, x))
 
 
+def test_inputs_of_two_dtypes_are_no_match() -> None:
+    """The named node would have the dtype of its first argument."""
+
+    def masked(g: Tensor, y: Tensor) -> Tensor:
+        return torch.where(y <= 0, 0.0, g)
+
+    g, y = torch.randn(6, 10), torch.randn(6, 10)
+    assert named(recomposed(trace(masked, g, y))) == ["relu_backward"]
+    assert named(recomposed(trace(masked, g, y.bfloat16()))) == []
+    assert named(recomposed(trace(masked, g.bfloat16(), y))) == []
+
+
 def test_a_broadcast_inside_the_chain_is_no_match() -> None:
     def scaled(x: Tensor, y: Tensor) -> Tensor:
         return x * 0.5 * (torch.erf(y * 0.7071067811865476) + 1)

@@ -178,7 +178,7 @@ def programs(
             st.sampled_from([s for s in (1, 2, 3, 5) if least <= s <= largest])
         )
     batched = draw(st.booleans())
-    depth = draw(st.sampled_from([k for k in (1, 4, 6) if k >= least]))
+    depth = draw(st.sampled_from((2, 4, 6)))
     _product(writer, batched, depth)
     cuts = (2, 3) if batched else (3,)
     for _ in range(draw(st.integers(1, 8))):

@@ -136,7 +136,7 @@ def test_what_an_epilogue_does_not_hold_stays_outside(name: str) -> None:
 
 def test_bitwise_operations_on_integers_are_not_logical_ones() -> None:
     def f(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
-        return x @ w + (i & (i + 1))
+        return torch.where((i & (i + 1)) == 0, x @ w, 0.0)
 
     given = [torch.randn(12, 8), torch.randn(8, 16), torch.randint(0, 9, (12, 16))]
     module = trace(f, *given)

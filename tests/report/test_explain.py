@@ -124,6 +124,10 @@ def test_mistakes_get_a_message() -> None:
     with pytest.raises(TargetError, match="h200"):
         explain(model, x, options={"evt.target": "h2000"})
 
+    for loss in (lambda y: None, lambda y: y.square()):
+        with pytest.raises(ExplainError, match="scalar tensor"):
+            explain(Model(), x, loss=loss)
+
     def decides(x: Tensor) -> Tensor:
         return x.sin() if x.sum().item() > 0 else x.cos()
 

@@ -77,9 +77,13 @@ class Region:
 
     @property
     def counts(self) -> bool:
-        """Whether it holds an arithmetic node or a reduction beside its anchor's own bias."""
+        """Whether it holds an arithmetic node or a reduction beside its anchor's own bias.
+
+        A node of which only the copy outside is read is no work of the region's.
+        """
         return any(
-            n is not self.anchor and (is_arithmetic(n) or is_reduction(n)) for n in self.nodes
+            n is not self.anchor and n not in self.kept and (is_arithmetic(n) or is_reduction(n))
+            for n in self.nodes
         )
 
 

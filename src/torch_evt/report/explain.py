@@ -48,7 +48,7 @@ def explain(
     and a note says so.
 
     Raises OptionError for a wrong option, TargetError for an unknown target, ExplainError where
-    the model cannot be traced on fake tensors.
+    the loss is no scalar or the model cannot be traced on fake tensors.
     """
     ours, _ = _split(options)
     target = devices.device(ours.target or devices.default_target())
@@ -125,9 +125,13 @@ def _step(
     notes: list[str],
 ) -> Callable[..., Any]:
     """The function to trace: the model with its loss."""
-    find = loss
-    if find is None:
-        find = _loss_in(model(*inputs, **kwargs))
+    output = model(*inputs, **kwargs)
+    find = _loss_in(output) if loss is None else loss
+    scalar = None if find is None else find(output)
+    if find is not None and not (isinstance(scalar, torch.Tensor) and scalar.dim() == 0):
+        found = tuple(scalar.shape) if isinstance(scalar, torch.Tensor) else type(scalar).__name__
+        raise ExplainError(f"loss must make a scalar tensor of the output, not {found}")
+    del output, scalar
     if find is None:
         notes.append("no loss was found in the output: this is the plan for inference")
 
