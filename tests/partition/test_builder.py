@@ -209,6 +209,8 @@ def test_what_a_reduction_folds(
         lambda a, b: (a @ b).sum((0, 2)),  # the batch and the columns, but not the rows
         lambda a, b: (a @ b).view(2, 3, 4, N).sum(1),  # a part of the rows
         lambda a, b: (a @ b).view(2, M, 4, 4).sum(2),  # a part of the columns
+        lambda a, b: (a @ b).view(2, 3, 4, N).sum((2, 3)),  # all columns, a part of the rows
+        lambda a, b: (a @ b).view(2, M, 4, 4).sum((1, 3)),  # all rows, a part of the columns
         lambda a, b: (a @ b).sum(0),  # the batch alone
     ],
 )

@@ -42,6 +42,7 @@ def placed_alone(module: fx.GraphModule, forward_outputs: int | None) -> list[fx
         place.place(copied.graph, again, {}, poison=True)
         recompose.expand(copied.graph)
         verify(copied.graph, before, "place")
+        assert not (set(again.nodes) - again.kept) & set(copied.graph.nodes)  # nothing runs twice
         found.append(copied)
     return found
 
