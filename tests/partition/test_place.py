@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from tests.tracing import guards, run, strides, trace
 from torch import Tensor, fx
 
 from torch_evt import devices
-from torch_evt.graphs import copy_of, signature, verify
+from torch_evt.graphs import copy_of, output_values, signature, verify
 from torch_evt.joint import recompose
 from torch_evt.partition import candidates, place
 from torch_evt.partition.greedy import choose
@@ -178,3 +180,153 @@ def test_all_chosen_regions_placed_together_agree(drawn: tuple[Program, float, i
     verify(ready.graph, before, "place")
     assert sum(is_region(n.target) for n in ready.graph.nodes) == len(choice.chosen)
     agree(run(ready, *arguments), wanted, allowed)
+
+
+def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape) for shape in shapes]
+
+
+def one_tensor_under_two_views(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    """t lies along the rows, then across the rows and the columns."""
+    first = (a @ b).view(4, 4, 16) + t
+    return first.view(4, 4, 4, 4) * t
+
+
+def one_tensor_by_row_and_by_column(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    return torch.tanh(a @ b + t) * t[:, None]
+
+
+def a_product_with_itself(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    z = a @ b
+    return torch.relu(z) * z + z
+
+
+def an_operand_that_is_also_a_residual(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    return torch.tanh(a @ b) + a[:, :1]
+
+
+def several_sizes(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    first = (a @ b).view(2, 8, 16) + t[:2, 0, None]
+    return (first.view(8, 2, 16) * t[:2, 0]).view(16, 4, 4) + t
+
+
+TRICKY: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
+    (one_tensor_under_two_views, ((16, 8), (8, 16), (4, 4, 1))),
+    (one_tensor_by_row_and_by_column, ((16, 8), (8, 16), (16,))),
+    (a_product_with_itself, ((16, 8), (8, 16), (16,))),
+    (an_operand_that_is_also_a_residual, ((16, 8), (8, 16), (16,))),
+    (several_sizes, ((16, 8), (8, 16), (4, 4))),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes"), TRICKY, ids=[f.__name__ for f, _ in TRICKY])
+def test_tricky_reads_agree(
+    function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]
+) -> None:
+    inputs = weights(*shapes)
+    module = trace(function, *inputs)
+    ready = prepared(module)
+    largest = max(regions(ready.graph), key=lambda region: len(region.nodes))
+    products = {largest.anchor, *(n for n in ready.graph.nodes if n.op == "output")}
+    assert {n for n in ready.graph.nodes if n.op != "placeholder"} - products <= {
+        *largest.nodes,
+        *(n for n in ready.graph.nodes if not set(n.all_input_nodes) & set(largest.nodes)),
+    }
+    check(module, inputs, [1e-5 * r.double().norm().item() for r in run(module, *inputs)])
+
+
+def test_names_are_those_of_the_nodes_that_were_replaced() -> None:
+    def f(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        y = torch.tanh(a @ b)
+        return y, y.sum(0), y.t().contiguous()
+
+    module = prepared(trace(f, *weights((16, 8), (8, 12))))
+    names = [n.name for n in output_values(module.graph)]
+    largest = max(regions(module.graph), key=lambda region: len(region.nodes))
+    kernel = place.place(module.graph, largest, {})
+    assert [n.name for n in output_values(module.graph)] == names
+    assert is_region(kernel.target) and len(kernel.meta["val"]) == 3
+    assert len({n.name for n in module.graph.nodes}) == len(module.graph.nodes)
+
+
+def test_poison_is_in_the_spec_and_only_where_it_is_asked_for() -> None:
+    for poison in (False, True):
+        module = prepared(trace(lambda a, b: torch.tanh(a @ b), *weights((16, 8), (8, 12))))
+        (region,) = regions(module.graph)
+        kernel = place.place(module.graph, region, {}, poison=poison)
+        text = to_text(region.tree)
+        assert kernel.args[1] == (f"poison: {text}" if poison else text)
+
+
+def test_the_second_of_two_regions_reads_what_the_first_left() -> None:
+    def f(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        first = torch.tanh(a @ b)
+        return torch.relu(first @ c) * first
+
+    inputs = weights((16, 8), (8, 12), (12, 12))
+    module = trace(f, *inputs)
+    ready = prepared(module)
+    first, second = (
+        max((r for r in regions(ready.graph) if r.anchor.name == name), key=lambda r: len(r.nodes))
+        for name in ("mm", "mm_1")
+    )
+    replaced: dict[fx.Node, fx.Node] = {}
+    place.place(ready.graph, first, replaced, poison=True)
+    place.place(ready.graph, second, replaced, poison=True)
+    assert set(replaced) == {n for r in (first, second) for o in r.outputs for n in o.nodes}
+    (ours,), (theirs,) = run(ready, *inputs), run(module, *inputs)
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_metadata_of_the_product_goes_to_the_kernel() -> None:
+    module = prepared(trace(lambda a, b: torch.tanh(a @ b), *weights((16, 8), (8, 12))))
+    (region,) = regions(module.graph)
+    region.anchor.meta.update(stack_trace="line 3", nn_module_stack={"a": "b"}, other="left")
+    kernel = place.place(module.graph, region, {})
+    assert kernel.meta["stack_trace"] == "line 3" and kernel.meta["nn_module_stack"] == {"a": "b"}
+    assert "other" not in kernel.meta
+    inputs, spec, sizes = kernel.args
+    (seen, spec_, sizes_), _ = kernel.meta["eager_input_vals"]
+    assert [tuple(t.shape) for t in seen] == [(16, 8), (8, 12)]
+    assert (spec_, list(sizes_)) == (spec, list(sizes)) and len(inputs) == 2
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5, 7), (2, 9)])
+def test_a_symbolic_graph_runs_at_other_sizes(shape: tuple[int, int]) -> None:
+    def f(a: Tensor, w: Tensor, bias: Tensor, table: Tensor, per: Tensor) -> tuple[Tensor, ...]:
+        b, s, k = a.shape
+        z = torch.addmm(bias, a.reshape(b * s, k), w).view(b, s, -1)
+        y = torch.tanh(z + table) * per
+        return y, y.sum((0, 1)), y.sum(2)
+
+    def inputs(b: int, s: int) -> list[Tensor]:
+        return weights((b, s, 8), (8, 6), (6,), (s, 6), (b, 1, 6))
+
+    module = trace(f, *inputs(4, 6), mode="symbolic")
+    before = guards(module)
+    ready = prepared(module)
+    largest = max(regions(ready.graph), key=lambda region: len(region.nodes))
+    assert len(largest.sizes) == 1 and len(largest.outputs) == 3
+    kernel = place.place(ready.graph, largest, {}, poison=True)
+    assert "symbolic" in str(kernel.target)
+    assert guards(module) == before
+    given_inputs = inputs(*shape)
+    for ours, theirs in zip(run(ready, *given_inputs), run(module, *given_inputs), strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_a_size_that_no_node_computes_leaves_the_graph_as_it_was() -> None:
+    def f(a: Tensor, w: Tensor, table: Tensor) -> Tensor:
+        b, s, k = a.shape
+        return torch.tanh((a.reshape(b * s, k) @ w).view(b, s, -1) + table)
+
+    ready = prepared(trace(f, *weights((3, 5, 8), (8, 6), (5, 6)), mode="symbolic"))
+    largest = max(regions(ready.graph), key=lambda region: len(region.nodes))
+    (size,) = largest.sizes
+    odd = dataclasses.replace(largest, sizes=(size * 2 + 1,))
+    before = str(ready.graph)
+    with pytest.raises(place.CannotPlace, match="no node computes the size"):
+        place.place(ready.graph, odd, {})
+    assert str(ready.graph) == before
+    place.place(ready.graph, largest, {})

@@ -43,12 +43,13 @@ def explain(
     """What torch.compile(model, backend="evt", mode=mode, options=options) would do.
 
     model: a module or a function. inputs, kwargs: of one call, real or fake tensors.
-    loss: makes a scalar of the model's output; None takes a scalar output, `output.loss` or
+    loss: makes a scalar of the model's output (or, to leave the loss outside of what is compiled,
+    gives the output itself); None takes a scalar output, `output.loss` or
     `output["loss"]`; where there is none, or nothing needs a gradient, the plan is for inference,
     and a note says so.
 
     Raises OptionError for a wrong option, TargetError for an unknown target, ExplainError where
-    the loss is no scalar or the model cannot be traced on fake tensors.
+    the loss is no tensor or the model cannot be traced on fake tensors.
     """
     ours, _ = _split(options)
     target = devices.device(ours.target or devices.default_target())
@@ -127,11 +128,11 @@ def _step(
     """The function to trace: the model with its loss."""
     output = model(*inputs, **kwargs)
     find = _loss_in(output) if loss is None else loss
-    scalar = None if find is None else find(output)
-    if find is not None and not (isinstance(scalar, torch.Tensor) and scalar.dim() == 0):
-        found = tuple(scalar.shape) if isinstance(scalar, torch.Tensor) else type(scalar).__name__
-        raise ExplainError(f"loss must make a scalar tensor of the output, not {found}")
-    del output, scalar
+    if find is not None and not isinstance(find(output), torch.Tensor):
+        raise ExplainError(
+            f"loss must make a tensor of the output, not {type(find(output)).__name__}"
+        )
+    del output
     if find is None:
         notes.append("no loss was found in the output: this is the plan for inference")
 
