@@ -168,6 +168,11 @@ def test_disable_takes_names(value: Any) -> None:
         split({"evt.disable": value})
 
 
+def test_an_empty_folder_is_a_mistake() -> None:
+    with pytest.raises(OptionError, match="evt.dump takes a folder, not an empty name"):
+        split({"evt.dump": ""})
+
+
 def test_the_options_themselves_must_be_a_dict_of_names() -> None:
     with pytest.raises(OptionError, match=r"options takes a dict, not \['evt.place'\] \(list\)"):
         split(["evt.place"])  # type: ignore[arg-type]

@@ -2,113 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import re
-import runpy
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from tests.steps import (
+    EVERY_PASS,
+    QUIET,
+    TRAINING_PASSES,
+    Layers,
+    assert_close,
+    assert_inductors,
+    change,
+    planned,
+    planted,
+    step,
+)
+from torch import fx
 
 from interpreted import PLACE, interpreted
 from torch_evt import backend, passes, pipeline
-from torch_evt.errors import PassError
-from torch_evt.graphs import output_node
 from torch_evt.partition.plan import GraphPlan
-from torch_evt.passes import Pass, State
 from torch_evt.runtime import counters
-
-LISTS = ("JOINT", "BEFORE_CUT", "HALF", "INFERENCE", "PLACE_INFERENCE")
-EVERY_PASS = [(name, step.name) for name in LISTS for step in getattr(pipeline, name)]
-TRAINING_PASSES = [pair for pair in EVERY_PASS if "INFERENCE" not in pair[0]]
-QUIET = {**PLACE, "evt.strict": False}
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
     counters.reset()
-
-
-class Layers(nn.Module):
-    """Two products with something to fuse in both halves and in inference."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 24)
-        self.second = nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.gelu(self.first(x))
-        return torch.tanh(self.second(hidden))
-
-
-def step(options: dict[str, Any], *, inference: bool = False) -> dict[str, Tensor]:
-    """One step of the model: its result, and its gradients when training."""
-    torch._dynamo.reset()
-    torch.manual_seed(7)
-    model, x = Layers(), torch.randn(12, 32)
-    compiled = torch.compile(model, backend=interpreted, options=options)
-    if inference:
-        with torch.no_grad():
-            return {"y": compiled(x)}
-    x.requires_grad_()
-    result = compiled(x)
-    (result * torch.cos(torch.arange(result.numel())).view_as(result)).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == 4 and x.grad is not None
-    return {"y": result.detach(), "x": x.grad, **gradients}
-
-
-def planned(options: dict[str, Any], **kwargs: Any) -> tuple[dict[str, Tensor], GraphPlan]:
-    plans: list[GraphPlan] = []
-    with pipeline.observed(plans.append):
-        found = step(options, **kwargs)
-    (plan,) = plans
-    return found, plan
-
-
-@functools.cache
-def inductors(inference: bool) -> dict[str, Tensor]:
-    """The step without any region."""
-    return step({"evt.place": "never"}, inference=inference)
-
-
-def assert_inductors(found: dict[str, Tensor], *, inference: bool = False) -> None:
-    """The step is bit for bit what it is without any region, and no region ran."""
-    assert not counters.region_runs
-    wanted = inductors(inference)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def assert_close(found: dict[str, Tensor]) -> None:
-    for name, tensor in inductors(False).items():
-        assert (found[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
-
-
-def change(
-    monkeypatch: pytest.MonkeyPatch, where: str, name: str, run: Callable[[State], None]
-) -> None:
-    """Let the pass `name` of one list run something else."""
-    before: tuple[Pass, ...] = getattr(pipeline, where)
-    assert any(step_.name == name for step_ in before)
-    after = tuple(replace(s, run=run) if s.name == name else s for s in before)
-    monkeypatch.setattr(pipeline, where, after)
-
-
-def original(where: str, name: str) -> Callable[[State], None]:
-    return next(s.run for s in getattr(pipeline, where) if s.name == name)
-
-
-def planted(state: State) -> None:
-    raise ZeroDivisionError("planted on purpose")
 
 
 def test_the_model_has_regions_everywhere() -> None:
@@ -121,114 +44,6 @@ def test_the_model_has_regions_everywhere() -> None:
     _, plan = planned(PLACE, inference=True)
     assert {region.half for region in plan.regions} == {"inference"}
     assert sum(counters.region_runs.values()) == len(plan.regions)
-
-
-@pytest.mark.parametrize(("where", "name"), EVERY_PASS)
-def test_under_strict_a_failing_pass_raises_and_is_named(
-    where: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change(monkeypatch, where, name, planted)
-    with pytest.raises(Exception, match="planted on purpose") as caught:
-        step(PLACE, inference="INFERENCE" in where)
-    error = getattr(caught.value, "inner_exception", caught.value)
-    assert isinstance(error, PassError)
-    assert f"pass {name} failed" in str(error) and "ZeroDivisionError" in str(error)
-    assert isinstance(error.__cause__, ZeroDivisionError)
-
-
-@pytest.mark.parametrize(("where", "name"), EVERY_PASS)
-def test_a_failing_pass_is_logged_its_graph_dumped_and_the_step_is_inductors(
-    where: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    change(monkeypatch, where, name, planted)
-    inference = "INFERENCE" in where
-    with caplog.at_level(logging.WARNING, logger="torch_evt"):
-        found, plan = planned(QUIET, inference=inference)
-    monkeypatch.undo()
-    assert_inductors(found, inference=inference)
-    assert not plan.placed and not plan.regions
-    assert any(name in note and "planted on purpose" in note for note in plan.notes)
-    (record,) = [r for r in caplog.records if r.name == "torch_evt"]
-    assert record.levelno == logging.WARNING
-    message = record.getMessage()
-    assert f"pass {name} failed" in message and "planted on purpose" in message
-    found_path = re.search(r"The graph is in (\S+\.py)\.", message)
-    assert found_path is not None
-    dumped = runpy.run_path(found_path[1])
-    assert dumped["Graph"]()(*dumped["inputs"]())
-    Path(found_path[1]).unlink()
-
-
-def other_dtype(state: State) -> None:
-    """Return the first result in half precision."""
-    output = output_node(state.module.graph)
-    results = list(output.args[0])
-    with state.module.graph.inserting_before(output):
-        cast = state.module.graph.call_function(
-            torch.ops.prims.convert_element_type.default, (results[0], torch.float16)
-        )
-    cast.meta["val"] = results[0].meta["val"].half()
-    output.args = ((cast, *results[1:]),)
-
-
-def wrong_order(state: State) -> None:
-    """Move a node behind what reads it."""
-    graph = state.module.graph
-    first = next(n for n in graph.nodes if n.op == "call_function" and n.users)
-    output_node(graph).prepend(first)
-
-
-def fewer_results(state: State) -> None:
-    output = output_node(state.module.graph)
-    output.args = (output.args[0][:-1],)
-
-
-def other_input(state: State) -> None:
-    first = next(n for n in state.module.graph.nodes if n.op == "placeholder")
-    first.name = "renamed"
-
-
-def undone(state: State) -> None:
-    """Leave a node that reads one of another graph."""
-    stranger = fx.Graph().placeholder("stranger")
-    output = output_node(state.module.graph)
-    output.args = ((stranger, *output.args[0][1:]),)
-
-
-CORRUPTIONS = {
-    other_dtype: "from .*torch.float32.* to .*torch.float16",
-    wrong_order: "malformed",
-    fewer_results: "number of inputs or results",
-    other_input: "renamed",
-    undone: "malformed|changed",
-}
-
-
-@pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [("JOINT", "canonicalise"), ("HALF", "place"), ("BEFORE_CUT", "expand"),
-     ("INFERENCE", "recompose")],
-)  # fmt: skip
-def test_the_verifier_catches_a_corrupted_graph_and_names_the_pass(
-    where: str, name: str, corrupt: Callable[[State], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = original(where, name)
-
-    def run(state: State) -> None:
-        before(state)
-        corrupt(state)
-
-    change(monkeypatch, where, name, run)
-    inference = "INFERENCE" in where
-    with pytest.raises(Exception, match=CORRUPTIONS[corrupt]) as caught:
-        step(PLACE, inference=inference)
-    error = getattr(caught.value, "inner_exception", caught.value)
-    assert isinstance(error, PassError)
-    assert f"pass {name} failed" in str(error)
-    found = step(QUIET, inference=inference)
-    monkeypatch.undo()
-    assert_inductors(found, inference=inference)
 
 
 @pytest.mark.parametrize("name", sorted({name for _, name in EVERY_PASS}))
@@ -433,3 +248,27 @@ def test_a_plan_that_cannot_be_described_stops_only_a_strict_compilation(
         step(PLACE)
     monkeypatch.undo()
     assert_close(found)
+
+
+def test_dynamic_sizes_compile_once_and_are_right_at_every_size() -> None:
+    torch.manual_seed(7)
+    model = Layers()
+    plans: list[GraphPlan] = []
+    compiled = torch.compile(model, backend=interpreted, options=PLACE, dynamic=True)
+    with pipeline.observed(plans.append):
+        for rows in (12, 7, 33):
+            x = torch.randn(rows, 32, requires_grad=True)
+            results = []
+            for run in (compiled, model):
+                model.zero_grad()
+                x.grad = None
+                run(x).square().sum().backward()
+                gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                assert x.grad is not None
+                results.append([x.grad, *gradients])
+            for ours, theirs in zip(*results, strict=True):
+                assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    (plan,) = plans  # planned once: no size was specialised, no guard was added
+    assert plan.placed and {region.half for region in plan.regions} == {"forward", "backward"}
+    assert any(size.startswith("s") for region in plan.regions for size in region.shape)
+    assert sum(counters.region_runs.values()) == 3 * len(plan.regions)

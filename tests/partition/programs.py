@@ -141,13 +141,30 @@ class _Writer:
         return f"x{len(self.inputs) - 1}"
 
     def operand(self, form: Form, dtype: torch.dtype) -> str:
-        """A new input that broadcasts to a form."""
-        shape = [self.extent(merged) if self.draw(st.booleans()) else 1 for merged in form]
+        """An input that broadcasts to a form: a new one, or one that was read before."""
+        extents = [self.extent(merged) for merged in form]
+        known = [
+            f"x{i}"
+            for i, given in enumerate(self.inputs)
+            if given.dtype == dtype and _broadcasts(given.shape, extents)
+        ]
+        if known and self.draw(st.integers(0, 2)) == 0:
+            return self.choice(known)  # type: ignore[no-any-return]
+        shape = [extent if self.draw(st.booleans()) else 1 for extent in extents]
         if self.draw(st.integers(0, 3)) == 0:
-            shape = [self.extent(merged) for merged in form]
+            shape = extents
         while shape and shape[0] == 1 and self.draw(st.booleans()):
             shape = shape[1:]
         return self.given(shape, dtype)
+
+    def rank(self, name: str) -> int:
+        return len(self.inputs[int(name[1:])].shape)
+
+
+def _broadcasts(shape: tuple[int, ...], extents: list[int]) -> bool:
+    if len(shape) > len(extents):
+        return False
+    return all(s in (1, e) for s, e in zip(reversed(shape), reversed(extents), strict=False))
 
 
 def _cuts(writer: _Writer, within: tuple[int, ...]) -> Form:
@@ -230,7 +247,7 @@ def _unary(writer: _Writer, value: _Value, cuts: tuple[int, ...]) -> None:
 def _operand(writer: _Writer, value: _Value, cuts: tuple[int, ...]) -> None:
     wide = writer.draw(st.booleans()) or writer.half == torch.float32
     other = writer.operand(value.form, writer.dtype(wide))
-    if len(writer.inputs[-1].shape) == 0:
+    if writer.rank(other) == 0:
         wide = value.wide  # a 0-dimensional tensor does not promote
     function = writer.choice(("{0} + {1}", "{0} * {1}", "{1} - {0}", "{0} / ({1} * {1} + 1)"))
     _new(writer, function.format(value.name, other), value.form, value.wide or wide)

@@ -79,6 +79,17 @@ def test_a_producer_that_others_need_is_read() -> None:
     assert not any(n.target is aten.tanh.default for n in region.nodes)
 
 
+def test_an_operand_of_the_product_is_read_again_and_not_computed_again() -> None:
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        gate = torch.sigmoid(a)
+        return torch.tanh(gate @ b) * gate
+
+    graph = prepared(trace(f, x(12, 16), x(16, 16))).graph
+    region = largest(graph)
+    assert [given.node.name for given in region.inputs] == ["sigmoid", "b_1", "sigmoid"]
+    assert [n.name for n in region.nodes] == ["mm", "tanh", "mul"]
+
+
 def test_a_small_producer_is_read_and_not_computed_for_every_element() -> None:
     def f(a: Tensor, b: Tensor, row: Tensor) -> Tensor:
         return a @ b * torch.exp(row)

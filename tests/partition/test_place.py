@@ -132,7 +132,7 @@ def examples(number: int) -> settings:
     return settings(max_examples=number, deadline=None, derandomize=True)
 
 
-@examples(60)
+@examples(100)
 @given(drawn_programs())
 def test_every_candidate_placed_alone_agrees(drawn: tuple[Program, float, int]) -> None:
     inputs, allowed = inference_case(*drawn)
@@ -206,8 +206,8 @@ def an_operand_that_is_also_a_residual(a: Tensor, b: Tensor, t: Tensor) -> Tenso
 
 
 def several_sizes(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
-    first = (a @ b).view(2, 8, 16) + t[:2, 0, None]
-    return (first.view(8, 2, 16) * t[:2, 0]).view(16, 4, 4) + t
+    first = (a @ b).view(2, 8, 16) + t[:2, :1, None]
+    return (first.view(8, 2, 16) * t[:2, :1]).view(16, 4, 4) + t
 
 
 TRICKY: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = [
@@ -295,14 +295,14 @@ def test_metadata_of_the_product_goes_to_the_kernel() -> None:
 def test_a_symbolic_graph_runs_at_other_sizes(shape: tuple[int, int]) -> None:
     def f(a: Tensor, w: Tensor, bias: Tensor, table: Tensor, per: Tensor) -> tuple[Tensor, ...]:
         b, s, k = a.shape
-        z = torch.addmm(bias, a.reshape(b * s, k), w).view(b, s, -1)
+        z = torch.addmm(bias, a.reshape(b * s, k), w).view(b, s, w.shape[1])
         y = torch.tanh(z + table) * per
         return y, y.sum((0, 1)), y.sum(2)
 
     def inputs(b: int, s: int) -> list[Tensor]:
         return weights((b, s, 8), (8, 6), (6,), (s, 6), (b, 1, 6))
 
-    module = trace(f, *inputs(4, 6), mode="symbolic")
+    module = trace(f, *inputs(3, 5), mode="symbolic")
     before = guards(module)
     ready = prepared(module)
     largest = max(regions(ready.graph), key=lambda region: len(region.nodes))
@@ -319,7 +319,7 @@ def test_a_symbolic_graph_runs_at_other_sizes(shape: tuple[int, int]) -> None:
 def test_a_size_that_no_node_computes_leaves_the_graph_as_it_was() -> None:
     def f(a: Tensor, w: Tensor, table: Tensor) -> Tensor:
         b, s, k = a.shape
-        return torch.tanh((a.reshape(b * s, k) @ w).view(b, s, -1) + table)
+        return torch.tanh((a.reshape(b * s, k) @ w).view(b, s, w.shape[1]) + table)
 
     ready = prepared(trace(f, *weights((3, 5, 8), (8, 6), (5, 6)), mode="symbolic"))
     largest = max(regions(ready.graph), key=lambda region: len(region.nodes))

@@ -194,6 +194,8 @@ def _own_producers(
             or _may_enter(source, outside, rules, half) is not None
         ):
             continue
+        if builder.anchor in source.users:
+            continue  # in memory anyway: the product reads it
         if not all(user in wanted or builder.holds(user) for user in source.users):
             continue
         if is_view(source) and not is_elementwise(source.args[0]):  # type: ignore[arg-type]
