@@ -147,8 +147,18 @@ def test_a_broadcast_and_a_widening_are_seen_through() -> None:
 
 def test_an_integer_that_is_widened_is_read_as_it_is() -> None:
     levels = torch.randint(0, 9, (M, N)).to(torch.uint8)
-    found = text(lambda a, b, t: torch.tanh(a @ b) * t.float(), *PRODUCT, levels)
-    assert "cast(tile(0: u8 n 16), f32)" in found
+
+    def shared(a: Tensor, b: Tensor, t: Tensor) -> tuple[Tensor, ...]:
+        return torch.tanh(a @ b) * (wide := t.float()), wide.sin()
+
+    assert "tanh(acc0) * cast(tile(0: u8 n 16), f32)" in text(shared, *PRODUCT, levels)
+
+
+def test_a_view_of_a_broadcast_is_seen_through() -> None:
+    def f(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+        return torch.tanh(a @ b) * t.expand(3, 4, N).view(M, N)
+
+    assert "tanh(acc0) * row(0: f32)" in text(f, *PRODUCT, x(1, 1, N))
 
 
 def test_in_place_of_a_widening_cast_the_narrow_value_is_stored() -> None:
