@@ -104,6 +104,7 @@ def explain(
     """
     import torch
     from rich.console import Console
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from torch_evt import workloads
     from torch_evt.report.explain import explain as plan_of
@@ -113,7 +114,9 @@ def explain(
     if ":" in what:
         model, inputs, loss = workloads.load(what)
     else:
-        model, inputs, loss = workloads.get(what, size).make(dtype=getattr(torch, DTYPES[dtype]))
+        with FakeTensorMode():  # shapes alone: a model of any size takes no memory
+            made = workloads.get(what, size).make(dtype=getattr(torch, DTYPES[dtype]))
+        model, inputs, loss = made
     options: dict[str, Any] = {}
     if target is not None:
         options["evt.target"] = target

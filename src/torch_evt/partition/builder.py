@@ -277,7 +277,7 @@ class Builder:
         compute the value again from what the anchor stores.
         """
         inside = set(self.nodes)
-        kept = self._recomputed(inside) if recompute else frozenset()
+        kept = self.recomputable() if recompute else frozenset()
         outputs: list[Output] = []
         stores: dict[fx.Node, list[fx.Node]] = {}  # by the node whose memory they share
         for node in self.nodes:
@@ -311,9 +311,10 @@ class Builder:
             return errors.BARE
         return self._region(outputs, kept)
 
-    def _recomputed(self, inside: set[fx.Node]) -> frozenset[fx.Node]:
-        """The nodes to compute again outside: elementwise ones that only fusible nodes use there,
-        and what they need from the region, up to stored values."""
+    def recomputable(self) -> frozenset[fx.Node]:
+        """The nodes that users outside can compute again: elementwise ones that only fusible nodes
+        use there, and what they need from the region, up to stored values."""
+        inside = set(self.nodes)
         wanted = [
             node
             for node in self.nodes

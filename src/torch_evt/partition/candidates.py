@@ -70,6 +70,14 @@ def build(
 
     recompute: as for `Builder.finish`.
     """
+    built = _built(anchor, mainloop, nodes, rules)
+    return built.finish(recompute=recompute) if isinstance(built, Builder) else built
+
+
+def _built(
+    anchor: fx.Node, mainloop: MainLoop, nodes: Iterable[fx.Node], rules: Rules
+) -> Builder | Reason:
+    """A builder that holds exactly these nodes, or why there is none."""
     try:
         builder = _builder(anchor, mainloop, rules)
     except Refused as refusal:
@@ -79,7 +87,7 @@ def build(
             reason = builder.add(node)
             if reason is not None:
                 return reason
-    return builder.finish(recompute=recompute)
+    return builder
 
 
 def grow(
@@ -223,12 +231,13 @@ def _legal(
                 continue
             seen.add(key)
             ordered = sorted(nodes, key=positions.__getitem__)
-            for recompute in (False, True):
-                region = build(builder.anchor, mainloop, ordered, rules, recompute=recompute)
-                if not isinstance(region, Region) or not region.counts:
-                    continue
-                if region.kept or not recompute:
-                    found.append(region)
+            built = _built(builder.anchor, mainloop, ordered, rules)
+            if not isinstance(built, Builder):
+                continue
+            regions = [built.finish()]
+            if built.recomputable():
+                regions.append(built.finish(recompute=True))
+            found += [r for r in regions if isinstance(r, Region) and r.counts]
     return found
 
 

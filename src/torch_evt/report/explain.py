@@ -26,6 +26,7 @@ from torch_evt import backend, devices, options, pipeline
 from torch_evt.errors import ExplainError
 from torch_evt.options import Options
 from torch_evt.partition.plan import GraphPlan, Plan
+from torch_evt.report.opaque_attention import replace_attention
 from torch_evt.torch_compat import caches_disabled, inductor_config
 from torch_evt.version import __version__
 
@@ -56,13 +57,15 @@ def explain(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(fake_mode):
         model, inputs, kwargs = copy.deepcopy((model, inputs, dict(kwargs or {})))
+    captured_on = _device_of(model, inputs, kwargs)
     notes: list[str] = []
     graphs: list[GraphPlan] = []
     state = torch.random.get_rng_state()
     try:
         with fake_mode:
             step = _step(model, inputs, kwargs, loss, notes)
-            compiled = torch.compile(step, backend=_planner(mode, options))
+            opaque = target.kind == "cuda" and captured_on == "cpu"
+            compiled = torch.compile(step, backend=_planner(mode, options, opaque))
             with (
                 caches_disabled(),
                 pipeline.observed(graphs.append),
@@ -78,7 +81,6 @@ def explain(
         torch.random.set_rng_state(state)
     if not graphs:
         notes.append("no graph was captured: nothing in the model is a tensor operation")
-    captured_on = _device_of(model, inputs, kwargs)
     return Plan(captured_on, target.name, _versions(), tuple(graphs), tuple(notes))
 
 
@@ -87,10 +89,15 @@ def _split(given: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     return options.split(given)
 
 
-def _planner(mode: str | None, given: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """The backend, ending where Inductor would generate code."""
+def _planner(mode: str | None, given: Mapping[str, Any] | None, opaque: bool) -> Callable[..., Any]:
+    """The backend, ending where Inductor would generate code.
+
+    opaque: keep attention as one node.
+    """
 
     def plan_only(module: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        if opaque:
+            replace_attention(module)
         return backend.compile_with(
             module, example_inputs, mode=mode, options=given, inner_compile=_run_graph
         )
