@@ -29,6 +29,10 @@ class TargetError(EvtError):
     """A device name that `devices.py` does not know."""
 
 
+class WorkloadError(EvtError):
+    """A workload that needs something which is not installed."""
+
+
 class ExplainError(EvtError):
     """A model that cannot be explained as asked."""
 

@@ -2,18 +2,34 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torch_evt import workloads
 from torch_evt.errors import ExplainError, OptionError
-from torch_evt.workloads import gpt2_medium, mlp, text
+from torch_evt.workloads import layers, mlp, text
 
 NAMES = workloads.names()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class RealNumbers(TorchDispatchMode):
+    """Within it, `most` is the number of elements of the largest result that is not on meta."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.most = max(self.most, tensor.numel())
+        return result
 
 
 def _gradients(name: str, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
@@ -26,7 +42,7 @@ def _gradients(name: str, dtype: torch.dtype, seed: int) -> dict[str, torch.Tens
 
 
 def test_the_registered_names_and_sizes() -> None:
-    assert set(NAMES) == {"mlp", "gpt2-medium"}
+    assert set(NAMES) == {"mlp", "gpt2-medium", "bert-large", "llama-1b", "vit-b14", "xmlcnn"}
     assert all(workloads.sizes(name) == ("tiny", "small", "paper") for name in NAMES)
 
 
@@ -36,12 +52,17 @@ def test_equal_seeds_give_equal_models_and_other_seeds_others(name: str) -> None
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert not any(torch.equal(p, q) for p, q in zip(a.parameters(), c.parameters(), strict=True))
     assert torch.equal(x[0], y[0]) and not torch.equal(x[0], z[0])
+    first, same, other = (workloads.get(name).inputs(seed=seed) for seed in (3, 3, 4))
+    assert all(torch.equal(t, u) for t, u in zip(first, same, strict=True))
+    assert not any(torch.equal(t, u) for t, u in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inputs_are_those_that_make_has(name: str) -> None:
+def test_a_batch_begins_with_the_inputs_that_make_has(name: str) -> None:
     workload = workloads.get(name)
-    assert torch.equal(workload.inputs(seed=5)[0], workload.make(seed=5)[1][0])
+    _, given, _ = workload.make(seed=5)
+    batch = workload.inputs(seed=5)
+    assert all(torch.equal(t, u) for t, u in zip(given, batch[: len(given)], strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,10 +81,10 @@ def test_weights_have_the_dtype_and_norms_stay_fp32(name: str, dtype: torch.dtyp
     model, inputs, loss = workloads.get(name).make(dtype=dtype)
     assert loss is not None
     for module in model.modules():
-        own = torch.float32 if isinstance(module, nn.LayerNorm) else dtype
+        own = torch.float32 if isinstance(module, nn.LayerNorm | nn.RMSNorm) else dtype
         assert all(p.dtype == own for p in module.parameters(recurse=False))
     output = model(*inputs)
-    assert output.dtype == dtype
+    assert all(t.dtype == dtype for t in tree_leaves((output, inputs)) if t.is_floating_point())
     assert loss(output).dtype == torch.float32
 
 
@@ -75,7 +96,7 @@ def test_step_is_the_loss_of_make(name: str) -> None:
     torch.manual_seed(0)
     expected = loss(model(*inputs))
     torch.manual_seed(0)
-    assert torch.equal(workload.step(model, inputs), expected)
+    assert torch.equal(workload.step(model, workload.inputs(seed=2)), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,12 +111,17 @@ def test_a_double_copy_computes_in_double(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_paper_size_works_without_memory(name: str) -> None:
-    model, inputs, loss = workloads.get(name, "paper").make(device="meta")
-    assert loss is not None and loss(model(*inputs)).shape == ()
+    with RealNumbers() as real:
+        model, inputs, loss = workloads.get(name, "paper").make(device="meta")
+        assert loss is not None and loss(model(*inputs)).shape == ()
+        batch = workloads.get(name, "paper").inputs(device="meta")
+    assert real.most < 2**20, "elements of one tensor that has memory"
+    assert all(t.is_meta for t in (*model.parameters(), *inputs, *batch))
     with FakeTensorMode():
         model, inputs, loss = workloads.get(name, "paper").make(dtype=torch.bfloat16)
         output = model(*inputs)
-        assert isinstance(output, FakeTensor) and output.device.type == "cpu"
+        for tensor in tree_leaves((output, list(model.parameters()))):
+            assert isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
         assert loss is not None and loss(output).shape == ()
 
 
@@ -130,7 +156,7 @@ def test_gpt_ties_its_head_to_its_embedding() -> None:
     after = model(tokens)
     torch.testing.assert_close(after[..., unused], 2 * before[..., unused])
     assert torch.equal(after[..., :unused], before[..., :unused])
-    gpt2_medium.cross_entropy(after, gpt2_medium.next_tokens(tokens)).backward()
+    layers.cross_entropy(after, layers.next_tokens(tokens)).backward()
     assert model.embedding.weight.grad[unused].norm() > 0, "only the head reads that row"
 
 
@@ -150,12 +176,12 @@ def test_gpt_dropout_acts_in_training_only() -> None:
 
 def test_the_last_position_has_no_target() -> None:
     tokens = torch.randint(256, (3, 9))
-    targets = gpt2_medium.next_tokens(tokens)
+    targets = layers.next_tokens(tokens)
     assert torch.equal(targets[:, :-1], tokens[:, 1:])
-    assert (targets[:, -1] == gpt2_medium.IGNORED).all()
+    assert (targets[:, -1] == layers.IGNORED).all()
     logits = torch.randn(3, 9, 256)
     expected = -logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None]).mean()
-    torch.testing.assert_close(gpt2_medium.cross_entropy(logits, targets), expected)
+    torch.testing.assert_close(layers.cross_entropy(logits, targets), expected)
 
 
 def test_the_text_is_the_standard_library_and_windows_are_parts_of_it() -> None:

@@ -1,7 +1,8 @@
 """Models to train, measure and explain, each at the sizes tiny, small and paper.
 
 A workload is one module with `SIZES`, `make(size, seed, dtype, device)`, `inputs(...)` with the
-same arguments, and `step(model, inputs)`; its name goes into `_MODULES`.
+same arguments, and `step(model, inputs)`; its name goes into `_MODULES`. `inputs` gives a batch:
+the model's inputs, and behind them the targets that the inputs do not already hold.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from torch_evt.errors import ExplainError, OptionError
-from torch_evt.workloads import gpt2_medium, mlp
+from torch_evt.workloads import bert_large, gpt2_medium, llama_1b, mlp, vit_b14, xmlcnn
 
 Made = tuple[nn.Module, tuple[Any, ...], "Callable[[Any], Tensor] | None"]
 """(model, inputs, loss): loss maps the model's output to a scalar; None: the output is the loss."""
 
-_MODULES: dict[str, ModuleType] = {"mlp": mlp, "gpt2-medium": gpt2_medium}
+_MODULES: dict[str, ModuleType] = {
+    "mlp": mlp,
+    "gpt2-medium": gpt2_medium,
+    "bert-large": bert_large,
+    "llama-1b": llama_1b,
+    "vit-b14": vit_b14,
+    "xmlcnn": xmlcnn,
+}
 
 
 @dataclass(frozen=True)
@@ -59,13 +67,17 @@ class Workload:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> tuple[Tensor, ...]:
-        """Another batch: the inputs that `make` with this seed has."""
+        """A whole batch, as `step` takes it: the inputs that `make` with this seed has, then the
+        targets of its loss, unless those follow from the inputs (as next tokens do)."""
         module = _MODULES[self.name]
         batch: tuple[Tensor, ...] = module.inputs(module.SIZES[self.size], seed, dtype, device)
         return batch
 
     def step(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The scalar loss of one forward pass: model and loss in one callable, to be compiled."""
+        """The scalar loss of one forward pass, to be compiled as a whole.
+
+        inputs: a batch from `inputs`, with the targets.
+        """
         loss: Tensor = _MODULES[self.name].step(model, inputs)
         return loss
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_evt.workloads import text
-from torch_evt.workloads.initial import materialise
-
-IGNORED = -100
+from torch_evt.workloads.initial import materialise, transformer
+from torch_evt.workloads.layers import LayerNorm, cross_entropy, next_tokens
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,6 @@ SIZES: Mapping[str, Size] = {
     "small": Size(layers=4, width=128, heads=4, vocabulary=256, batch=8, length=64),
     "paper": Size(layers=24, width=1024, heads=16, vocabulary=50304, batch=8, length=1024),
 }
-
-
-class Norm(nn.LayerNorm):
-    """Layer norm in the dtype of its own parameters, fp32 or more; the result is rounded back."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        exact = x.to(self.weight.dtype)
-        normal = F.layer_norm(exact, self.normalized_shape, self.weight, self.bias, self.eps)
-        return normal.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -76,9 +66,9 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.attention_norm = Norm(size.width)
+        self.attention_norm = LayerNorm(size.width)
         self.attention = Attention(size)
-        self.mlp_norm = Norm(size.width)
+        self.mlp_norm = LayerNorm(size.width)
         self.up = nn.Linear(size.width, 4 * size.width)
         self.down = nn.Linear(4 * size.width, size.width)
         self.dropout = nn.Dropout(size.dropout)
@@ -98,7 +88,7 @@ class GPT(nn.Module):
         self.position = nn.Embedding(size.length, size.width)
         self.dropout = nn.Dropout(size.dropout)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = Norm(size.width)
+        self.norm = LayerNorm(size.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
@@ -106,17 +96,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.embedding.weight)
-
-
-def next_tokens(tokens: Tensor) -> Tensor:
-    """The target of every position: the token after it; the last one has none and is ignored."""
-    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over targets that are not ignored, computed in at least fp32."""
-    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(exact.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def make(size: Size, seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
@@ -129,16 +108,8 @@ def make(size: Size, seed: int, dtype: torch.dtype, device: torch.device | str) 
         model = GPT(size)
     deviation = 0.02 * math.sqrt(1024 / size.width)
 
-    def value(name: str, parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
-        normal = torch.randn(parameter.shape, generator=generator)
-        if "norm.weight" in name:
-            return 1 + 0.02 * normal
-        if name.endswith("bias"):
-            return 0.02 * normal
-        if name.endswith(("out.weight", "down.weight")):
-            return deviation / math.sqrt(2 * size.layers) * normal
-        return deviation * normal
-
+    narrower = deviation / math.sqrt(2 * size.layers)
+    value = transformer(deviation, {"out.weight": narrower, "down.weight": narrower})
     materialise(model, value, seed=seed, dtype=dtype, device=device)
     (tokens,) = inputs(size, seed, dtype, device)
     targets = next_tokens(tokens)

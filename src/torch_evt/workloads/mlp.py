@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_evt.workloads.initial import materialise
+from torch_evt.workloads.initial import materialise, normal
+from torch_evt.workloads.layers import at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ class MLP(nn.Module):
 
 def loss(output: Tensor) -> Tensor:
     """The sum over rows of log(sum(exp(row))): a scalar in at least fp32."""
-    exact = output.to(torch.promote_types(output.dtype, torch.float32))
-    return torch.logsumexp(exact, 1).sum()
+    return torch.logsumexp(at_least_fp32(output), 1).sum()
 
 
 def make(size: Size, seed: int, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ...]:
@@ -67,8 +67,7 @@ def inputs(
     size: Size, seed: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, ...]:
     """(x,): normal, [batch, width]."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    return (torch.randn(size.batch, size.width, generator=generator).to(device, dtype),)
+    return (normal(size.batch, size.width, seed=seed + 1, dtype=dtype, device=device),)
 
 
 def step(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:

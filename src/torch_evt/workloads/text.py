@@ -29,22 +29,24 @@ def corpus() -> bytes:
     return bytes(text[:LIMIT])
 
 
-def tokens(seed: int, batch: int, length: int, vocabulary: int) -> Tensor:
-    """`batch` random windows of the text as token numbers: int64 [batch, length] on the CPU.
+def window(source: random.Random, length: int, vocabulary: int) -> list[int]:
+    """`length` successive tokens from a random place of the text.
 
     A vocabulary of at most 256 takes bytes (modulo the vocabulary); a larger one takes pairs of
     bytes modulo the vocabulary, so that a wide embedding is not read in 256 rows only.
     """
     text = corpus()
     width = 1 if vocabulary <= 256 else 2
+    start = source.randrange(len(text) - width * length)
+    read = text[start : start + width * length]
+    if width == 1:
+        return [byte % vocabulary for byte in read]
+    pairs = zip(read[::2], read[1::2], strict=True)
+    return [(256 * high + low) % vocabulary for high, low in pairs]
+
+
+def tokens(seed: int, batch: int, length: int, vocabulary: int) -> Tensor:
+    """`batch` random windows of the text as token numbers: int64 [batch, length] on the CPU."""
     source = random.Random(seed)  # not torch: windows must be known under fake tensors too
-    starts = [source.randrange(len(text) - width * length) for _ in range(batch)]
-    rows = []
-    for start in starts:
-        window = text[start : start + width * length]
-        if width == 1:
-            rows.append([byte % vocabulary for byte in window])
-        else:
-            pairs = zip(window[::2], window[1::2], strict=True)
-            rows.append([(256 * high + low) % vocabulary for high, low in pairs])
+    rows = [window(source, length, vocabulary) for _ in range(batch)]
     return torch.tensor(rows, dtype=torch.int64)
