@@ -330,3 +330,31 @@ def test_a_size_that_no_node_computes_leaves_the_graph_as_it_was() -> None:
         place.place(ready.graph, odd, {})
     assert str(ready.graph) == before
     place.place(ready.graph, largest, {})
+
+
+def test_a_region_reads_what_another_stored_under_the_name_of_a_cast() -> None:
+    """Only the cast of the first product is read outside its region; the second region loads the
+    product itself, which is the smaller of the two."""
+
+    def f(a: Tensor, b: Tensor, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        z = (a @ b).view(4, 4, 12).float()
+        y = z * x
+        return y.sum(0), (c @ b).view(4, 4, 12) * z
+
+    inputs = [
+        *(t.bfloat16() for t in weights((16, 8), (8, 12))),
+        *weights((4, 4, 12)),
+        torch.randn(16, 8).bfloat16(),
+    ]
+    module = trace(f, *inputs)
+    ready = prepared(module)
+    first = next(r for r in regions(ready.graph) if r.anchor.name == "mm")
+    (second,) = (r for r in regions(ready.graph) if r.anchor.name == "mm_1")
+    assert {i.node.name for i in second.inputs} == {"c_1", "b_1", "mm"}
+    assert "mm" not in {n.name for output in first.outputs for n in output.nodes}
+    replaced: dict[fx.Node, fx.Node] = {}
+    place.place(ready.graph, first, replaced, poison=True)
+    place.place(ready.graph, second, replaced, poison=True)
+    ready.graph.eliminate_dead_code()
+    for ours, theirs in zip(run(ready, *inputs), run(module, *inputs), strict=True):
+        assert (ours.double() - theirs.double()).norm() <= 1e-2 * theirs.double().norm()

@@ -29,7 +29,7 @@ def programs(draw: Any, seeds: st.SearchStrategy[int] | None = None) -> Program:
     """Hypothesis draws the seed, and for each part of the program whether it stays: nearly always,
     until a failure is shrunk. Drawing every choice of the program by itself would be no good: what
     hypothesis learns from one example would make the next one much like it."""
-    program = generate(draw(seeds or st.integers(0, 2**24 - 1)))
+    program = generate(draw(st.integers(0, 2**24 - 1) if seeds is None else seeds))
     kept = [draw(st.integers(0, 999)) > 0 for _ in range(parts(program))]
     return keeping(program, kept)
 

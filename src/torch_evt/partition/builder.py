@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -305,7 +306,9 @@ class Builder:
             axis, extent = ("m", self.space.m) if swapped else ("n", self.space.n)
             alignment = math.gcd(16, known_factor(extent) * dtype.itemsize)
             sink = Store(value, dtype, Layout(axis, alignment))
-            tiles.append(Output(tuple(nodes), sink, swapped))
+            same = () if swapped else (n for n in self.values if self._root(n) is root)
+            aliases = tuple(n for n in same if n not in nodes and n not in kept)
+            tiles.append(Output(tuple(nodes), sink, swapped, aliases))
         outputs = tiles + outputs
         if not outputs:
             return errors.BARE
@@ -376,7 +379,7 @@ class Builder:
         except TreeError:  # types that do not go together, integers and floats say
             return errors.VALUE_DTYPE
         outputs = [
-            Output(o.nodes, sink, o.transposed) for o, sink in zip(outputs, tree.sinks, strict=True)
+            replace(output, sink=sink) for output, sink in zip(outputs, tree.sinks, strict=True)
         ]
         operands = tuple(Input(node) for node in self.operand_nodes)
         return Region(

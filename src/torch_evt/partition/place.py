@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +45,9 @@ def place(
 
     The operator reads the region's inputs, viewed where needed, and its outputs take the names of
     the nodes they replace. replaced: nodes that earlier regions of this graph replaced, and by
-    what; this region's are added. Raises CannotPlace, with the graph unchanged, where a size is
-    needed that no node of the graph computes.
+    what; this region's are added, its aliases too, each as a view that is dead if nobody reads it.
+    Raises CannotPlace, with the graph unchanged, where a size is needed that no node of the graph
+    computes, or an input that is not in the graph any more.
     """
     sizes = _Sizes(graph)
     given_inputs = [replace(i, node=replaced.get(i.node, i.node)) for i in region.inputs]
@@ -54,7 +57,11 @@ def place(
         [[sizes.argument(s) for s in _value(node).shape] for node in output.nodes]
         for output in region.outputs
     ]
+    aliases = [sizes.known_shapes(output.aliases) for output in region.outputs]
     order = {node: i for i, node in enumerate(graph.nodes)}
+    for given in given_inputs:
+        if given.node not in order:
+            raise CannotPlace(f"{given.node} went with the region that computed it")
     sources = [region.anchor, *(i.node for i in given_inputs), *sizes.used]
     last = max(sources, key=order.__getitem__)
     with graph.inserting_after(last):
@@ -84,6 +91,8 @@ def place(
             result = _call(graph, operator.getitem, (kernel, i), results[i])
             for node, shape in zip(output.nodes, output_shapes, strict=True):
                 replacements.append((node, _seen_as(graph, result, output, node, created(shape))))
+            for node, shape in aliases[i].items():
+                replaced[node] = _seen_as(graph, result, output, node, created(shape))
     graph.erase_node(marker)
     for node, new in replacements:
         node.replace_all_uses_with(new)
@@ -160,6 +169,14 @@ class _Sizes:
         self._products[wanted] = [self.known[f] for f in symbols]
         self._products[wanted] += [int(n) for n in numbers]
         return wanted
+
+    def known_shapes(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, list[int | sympy.Expr]]:
+        """The shapes of nodes as arguments, without those that `argument` has no node for."""
+        shapes: dict[fx.Node, list[int | sympy.Expr]] = {}
+        for node in nodes:
+            with contextlib.suppress(CannotPlace):
+                shapes[node] = [self.argument(size) for size in _value(node).shape]
+        return shapes
 
     def create(self, graph: fx.Graph) -> Any:
         """Make the missing nodes at the insertion point; returns expressions -> arguments."""

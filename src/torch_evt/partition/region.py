@@ -49,12 +49,14 @@ class Output:
     """A tensor that the kernel leaves: every node whose value it is, up to a row-major view or a
     widening cast.
 
-    transposed: the nodes have the two last coordinates exchanged.
+    transposed: the nodes have the two last coordinates exchanged. aliases: further nodes of the
+    region whose value it is; only the region reads them, but another one may see through to them.
     """
 
     nodes: tuple[fx.Node, ...]
     sink: Sink
     transposed: bool = False
+    aliases: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)
