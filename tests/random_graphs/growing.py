@@ -24,7 +24,7 @@ LARGEST = 60.0
 SMALLEST = 1e-2
 """Bounds of a value's largest element and of its root mean square."""
 
-PRODUCT_ERRORS = (RuntimeError, IndexError, ValueError, TypeError)
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Growing:
         statement = Statement(", ".join(names), text)
         try:
             self._run(statement)
-        except PRODUCT_ERRORS:
+        except REFUSALS:
             return None
         tensors = [self.space[name] for name in names]
         if not all(map(sane, tensors)):
@@ -200,7 +200,7 @@ class Growing:
         statement = Statement("", text, in_place=True)
         try:
             self._run(statement)
-        except PRODUCT_ERRORS:
+        except REFUSALS:
             return False
         if not sane(value.tensor):
             with torch.no_grad():
@@ -214,7 +214,7 @@ class Growing:
         statement = Statement("", text, in_place=True)
         try:
             self._run(statement)
-        except PRODUCT_ERRORS:
+        except REFUSALS:
             return False
         self._taken(statement)
         return True

@@ -88,9 +88,11 @@ def scores(g: Growing) -> object:
     if v is None:
         return None
     u = g.value(
-        lambda u: u.rank == 3
-        and (u.dims[0], u.dims[2]) == (v.dims[0], v.dims[2])
-        and u.tensor.dtype == v.tensor.dtype
+        lambda u: (
+            u.rank == 3
+            and (u.dims[0], u.dims[2]) == (v.dims[0], v.dims[2])
+            and u.tensor.dtype == v.tensor.dtype
+        )
     )
     assert u is not None
     b, t, k = v.dims
@@ -118,9 +120,11 @@ def mixing(g: Growing) -> object:
     if v is None:
         return None
     u = g.value(
-        lambda u: u.rank == 3
-        and u.dims[:2] == (v.dims[0], v.dims[2])
-        and u.tensor.dtype == v.tensor.dtype
+        lambda u: (
+            u.rank == 3
+            and u.dims[:2] == (v.dims[0], v.dims[2])
+            and u.tensor.dtype == v.tensor.dtype
+        )
     )
     if u is None:
         return None
@@ -148,9 +152,7 @@ def over_rows(g: Growing) -> object:
     v = g.value(_two)
     if v is None:
         return None
-    u = g.value(
-        lambda u: _two(u) and u.dims[0] == v.dims[0] and u.tensor.dtype == v.tensor.dtype
-    )
+    u = g.value(lambda u: _two(u) and u.dims[0] == v.dims[0] and u.tensor.dtype == v.tensor.dtype)
     assert u is not None
     rows = max(g.size(v.dims[0]), 1)
     return g.add(f"{v.name}.t() @ {u.name} / {rows**0.5:.3f}", (v.dims[1], u.dims[1]))
@@ -168,7 +170,18 @@ def unary(g: Growing) -> object:
 
 def operand(g: Growing, v: Value) -> str:
     """Something that broadcasts to `v`."""
-    kinds = ["same", "number", "row", "column", "table", "batch", "scalar", "mask", "reduced", "seen"]
+    kinds = [
+        "same",
+        "number",
+        "row",
+        "column",
+        "table",
+        "batch",
+        "scalar",
+        "mask",
+        "reduced",
+        "seen",
+    ]
     kind = g.pick(kinds)
     if kind == "same":
         u = g.value(lambda u: u.dims == v.dims and u.is_float)
@@ -176,11 +189,11 @@ def operand(g: Growing, v: Value) -> str:
             return u.name
     if kind == "reduced":
         u = g.value(
-            lambda u: u.is_float
-            and 0 < u.rank <= v.rank
-            and u.dims != v.dims
-            and all(
-                d in (1, e) for d, e in zip(u.dims, v.dims[v.rank - u.rank :], strict=True)
+            lambda u: (
+                u.is_float
+                and 0 < u.rank <= v.rank
+                and u.dims != v.dims
+                and all(d in (1, e) for d, e in zip(u.dims, v.dims[v.rank - u.rank :], strict=True))
             )
         )
         if u is not None:
@@ -220,7 +233,9 @@ def binary(g: Growing) -> object:
     )  # fmt: skip
     if "mask" not in other and "arange" in other:
         other = f"({other} * 0.1)" if g.chance(50) else f"({other} % 3)"
-    return g.add(form.format(v=v.name, o=other), v.dims, fresh="lerp" not in form and "hypot" not in form)
+    return g.add(
+        form.format(v=v.name, o=other), v.dims, fresh="lerp" not in form and "hypot" not in form
+    )
 
 
 def choice(g: Growing) -> object:

@@ -133,7 +133,7 @@ class Program:
         if self.dynamic and len(self.inputs[0].dims) == 2:
             sizes = f"b, t = x0.shape[0], {self.sizes[0][1]}"
         body = self.body()
-        if self.autocast is not None:
+        if self.autocast is not None and body:
             inner = textwrap.indent("\n".join(body), "    ")
             body = [f'with torch.autocast("cpu", torch.{self.autocast}):', inner]
         forward = "\n".join([sizes, *body, f"return {', '.join(self.returned())},"])

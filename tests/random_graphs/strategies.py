@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from .growing import Growing, Value
@@ -36,7 +37,13 @@ def programs(draw: Any, seeds: st.SearchStrategy[int] | None = None) -> Program:
 
 def generate(seed: int, longest: int = 12) -> Program:
     """The program of a seed, with up to `longest` operations and a few products more."""
-    g = _start(random.Random(seed))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _generate(random.Random(seed), longest)
+
+
+def _generate(source: random.Random, longest: int) -> Program:
+    g = _start(source)
     g.pick(PRODUCTS)(g)
     for _ in range(g.source.randint(2, longest)):
         g.pick(TABLE)(g)
@@ -146,7 +153,7 @@ def _inside(g: Growing, v: Value) -> str:
                 f"F.smooth_l1_loss({x}, {{{target}}} * 0.3)",
                 f'F.binary_cross_entropy_with_logits({x}, {{{target}}}, reduction="sum") * 0.1',
             ]
-        if v.rank == 2 and 1 < v.width:
+        if v.rank == 2 and v.width > 1:
             labels = "labels"
             forms += [
                 f"F.cross_entropy({x}, {{{labels}}})",
@@ -156,7 +163,7 @@ def _inside(g: Growing, v: Value) -> str:
                 f"F.nll_loss(F.log_softmax({x}.float(), -1), {{{labels}}})",
                 f"(torch.logsumexp({x}, -1) - {x}.gather(1, {{{labels}}}[:, None])[:, 0]).mean()",
             ] * 2
-        if v.rank == 3 and 1 < v.width:
+        if v.rank == 3 and v.width > 1:
             forms += [f"F.cross_entropy({x}.flatten(0, 1), {{flat}})"] * 3
     else:
         forms = forms[:2]
