@@ -56,6 +56,14 @@ class Value:
         return self.tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+def is_wide(value: Value) -> bool:
+    return value.is_float and value.rank >= 2 and value.width > 0
+
+
+def is_matrix(value: Value) -> bool:
+    return value.is_float and value.rank == 2
+
+
 class Growing:
     """batched: whether x0 is (b, t, k) or (b, k); source: of every random choice."""
 
@@ -159,6 +167,12 @@ class Growing:
     def _made(self, make: str) -> Tensor:
         tensor: Tensor = eval(make, self.space)
         return tensor
+
+    def as_parameters(self, value: Value) -> str:
+        """The value's name, cast to the dtype of parameters where it has another."""
+        if self.autocast is None and str(value.tensor.dtype) != f"torch.{self.dtype}":
+            return f"{value.name}.to(torch.{self.dtype})"
+        return value.name
 
     # statements
 
