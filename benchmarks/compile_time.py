@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -112,6 +113,7 @@ def measure(
 ) -> dict[str, Any]:
     """A workload's entry: all modes, `repeats` processes each, taking turns."""
     made = subject(name, size, dtype, device, seed=0)
+    load = os.getloadavg()[0]
     answers: dict[str, list[Answer]] = {mode: [] for mode in MODES}
     for number in range(repeats):
         for mode, (backend, options) in MODES.items():
@@ -122,7 +124,7 @@ def measure(
             said = "; ".join(answer.problems) or f"{answer.compile_s:.1f} s"
             console.print(f"{name}, {mode}, {number + 1} of {repeats}: {said}", markup=False)
     modes = {mode: summary(found) for mode, found in answers.items()}
-    return {"modes": modes, "ratio": ratios(modes)}
+    return {"load_before": load, "modes": modes, "ratio": ratios(modes)}
 
 
 def within_limit(result: Mapping[str, Any]) -> bool:
@@ -132,20 +134,19 @@ def within_limit(result: Mapping[str, Any]) -> bool:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """One row a workload and mode, the largest of our stages beside it."""
+    """One row a workload and mode."""
     found = Table(title=f"compile time, {result['size']}, {result['dtype']}, {result['device']}")
     found.add_column("workload", no_wrap=True)
     found.add_column("mode", no_wrap=True)
-    for column in ("s", "ratio", "dynamo, aot", "evt", "min-cut", "inductor", "first run"):
+    for column in ("s", "ratio", "trace", "evt", "min-cut", "inductor", "run"):
         found.add_column(column, justify="right")
-    found.add_column("evt's largest stages")
+    found.caption = "s: medians; ratio: to inductor; trace: Dynamo, AOTAutograd and joint passes"
     for workload, entry in result["workloads"].items():
         for mode, values in entry["modes"].items():
             if values["compile_s"] is None:
-                found.add_row(workload, mode, "-", *[""] * 6, "; ".join(values["problems"]))
+                found.add_row(workload, mode, "-")
                 continue
             stages, ratio = values["stages"], entry["ratio"].get(mode)
-            ours = sorted((s, n) for n, s in stages.items() if n.startswith("evt"))[::-1]
             traced = ("dynamo", "aot", "inductor's joint passes")
             seconds = (
                 sum(stages.get(name, 0.0) for name in traced),
@@ -158,9 +159,20 @@ def table(result: Mapping[str, Any]) -> Table:
                 f"{values['compile_s']:.1f}",
                 "" if ratio is None else f"{ratio:.2f}",
                 *(f"{s:.2f}" for s in seconds),
-                ", ".join(f"{n.removeprefix('evt.')} {s:.2f}" for s, n in ours[:3]),
             )
     return found
+
+
+def details(result: Mapping[str, Any]) -> list[str]:
+    """A line for every mode: what failed, or where our own passes spent their time."""
+    lines = []
+    for workload, entry in result["workloads"].items():
+        for mode, values in entry["modes"].items():
+            ours = sorted((s, n) for n, s in values["stages"].items() if n.startswith("evt"))
+            shown = [f"{name} {s:.2f} s" for s, name in reversed(ours) if s >= 0.01]
+            said = values["problems"] or [", ".join(shown[:5])]
+            lines += [f"{workload}, {mode}: {text}" for text in said if text]
+    return lines
 
 
 def opened(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +229,8 @@ def main(
             result["workloads"][name] = {"date": head["date"], **entry}
             path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     console.print(table(result))
+    for line in details(result):
+        console.print(line, markup=False, highlight=False)
     sys.exit(not within_limit(result))
 
 

@@ -125,9 +125,13 @@ def compile_something(device: torch.device) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """An exception on one line: its type, and the first line that says something."""
+    """An exception on one line: its type and its first line, with the next one if that only leads
+    up to it, as "backend='inductor' raised:" does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])
+    said = f"{type(error).__name__}:"
+    while lines and said.endswith(":"):
+        said = f"{said} {lines.pop(0)}"
+    return said.removesuffix(":")
 
 
 def _compiling(run: Run, device: torch.device) -> dict[str, Any]:
