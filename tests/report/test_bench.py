@@ -317,13 +317,15 @@ def test_the_table_shows_every_mode_what_is_unknown_and_why() -> None:
 
 
 def test_the_command_prints_json_alone_on_stdout(quick: Quick, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.main, [*arguments, "eager, max-autotune", "--json", "-"])
+    done = CliRunner().invoke(
+        cli.main, [*COMMAND, "--against", "eager, max-autotune", "--json", "-"]
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert list(found["modes"]) == ["eager", "max-autotune", "evt"] and found["size"] == "tiny"
     assert "fwd+bwd" in done.stderr
     path = tmp_path / "bench.json"
-    done = CliRunner().invoke(cli.main, [*arguments, "eager", "--json", str(path)])
+    done = CliRunner().invoke(cli.main, [*COMMAND, "--against", "eager", "--json", str(path)])
     assert list(json.loads(path.read_text())["modes"]) == ["eager", "evt"]
     assert "fwd+bwd" in done.stdout
 
