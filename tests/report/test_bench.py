@@ -176,6 +176,18 @@ def test_a_loss_in_the_output_is_found(quick: Quick, module: Any) -> None:
     assert result.sound and result.modes["evt"].step_ms
 
 
+def test_a_function_that_makes_another_loss_each_time_is_compared_with_itself(
+    quick: Quick, module: Any
+) -> None:
+    what = module(
+        "import random\n"
+        "factor = random.random()\n"
+        "return nn.Linear(8, 4), (torch.randn(3, 8),), lambda y: (factor * y).square().sum()"
+    )
+    result = fast(what, against=["eager"], check=True)
+    assert result.sound and (result.modes["evt"].grad_error or 9) <= 1.5
+
+
 def test_dropout_draws_one_mask_for_the_comparison(quick: Quick, module: Any) -> None:
     what = module(
         "model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 8))\n"
