@@ -127,11 +127,11 @@ def test_a_mode_that_fails_is_shown_and_ends_with_1(
         compile_time,
         "in_fresh_process",
         lambda request, folder: (
-            Answer(problems=("[E] broke",)) if request.options else processes(request, folder)
+            Answer(problems=("[e] broke",)) if request.options else processes(request, folder)
         ),
     )
     done = _run(tmp_path / "a.json", "--workloads", "mlp", "--repeats", "1")
-    assert done.exit_code == 1 and "[E] broke" in done.output
+    assert done.exit_code == 1 and "[e] broke" in done.output
     assert _read(tmp_path / "a.json")["workloads"]["mlp"]["ratio"]["evt-always"] is None
 
 

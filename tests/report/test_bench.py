@@ -314,7 +314,7 @@ def test_the_table_shows_every_mode_what_is_unknown_and_why() -> None:
             "max-autotune": ModeResult(),
             "evt": ModeResult(ours, ours + 1, 0.5, 12.34, 1.23, 2**30, 1.01),
         },
-        problems={"max-autotune": ("does not run: [E]: it broke",)},
+        problems={"max-autotune": ("does not run: [e]: it broke",)},
         notes=("a note",),
         regions=3,
     )
@@ -323,7 +323,7 @@ def test_the_table_shows_every_mode_what_is_unknown_and_why() -> None:
     assert f"{other / ours:.2f}x" in eager and "3.0 GiB" in eager
     (evt,) = [line for line in text.splitlines() if line.startswith("│ evt")]
     assert f"{ours:.2f}" in evt and "12.3" in evt and "1.2" in evt and "1.01" in evt
-    assert "max-autotune: does not run: [E]: it broke" in text and "note: a note" in text
+    assert "max-autotune: does not run: [e]: it broke" in text and "note: a note" in text
     assert "my:model, bf16" in text and "[a] GPU, CUDA graphs" in text
     assert " ".join(text.split()).count("Evt ran 3 regions a step.") == 1
 
