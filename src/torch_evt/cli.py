@@ -1,4 +1,4 @@
-"""The command line: `evt doctor | demo | explain`.
+"""The command line: `evt doctor | demo | explain | bench`.
 
 An error that torch_evt raises on purpose is printed as one line and ends the program with 2. What
 a command needs is imported when it runs.
@@ -134,6 +134,92 @@ def explain(
     Console().print(render(plan))
     if json_path is not None:
         Path(json_path).write_text(to_json_text(plan), encoding="utf-8")
+
+
+@main.command()
+@click.argument("what", metavar="WORKLOAD|MODULE:FUNCTION")
+@click.option(
+    "--against",
+    default="eager,inductor",
+    show_default=True,
+    help="Other modes to measure: of eager, inductor, max-autotune, with commas between.",
+)
+@click.option("--size", help="tiny, small or paper; by default tiny.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of weights; by default fp32.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="By default the GPU where there is one.",
+)
+@click.option(
+    "--cuda-graphs/--no-cuda-graphs",
+    default=None,
+    help="Capture every mode as a CUDA graph, or none; by default yes on a GPU.",
+)
+@click.option(
+    "--place",
+    type=click.Choice(["auto", "always", "never"]),
+    help="Where evt puts regions into the graph; always: by the reference where there is no "
+    "emitter.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Samples of every mode.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of weights, inputs and dropout."
+)
+@click.option(
+    "--compile-time/--no-compile-time",
+    default=True,
+    show_default=True,
+    help="Measure compile times, in processes of their own.",
+)
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Compare gradients with fp64 eager, in processes of their own.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_check_parent,
+    help="Write the result as JSON; - is stdout.",
+)
+def bench(
+    what: str, against: str, place: str | None, json_path: str | None, **arguments: Any
+) -> None:
+    """Measure a training step with the backend, beside eager and Inductor.
+
+    WORKLOAD is one of this package's; MODULE:FUNCTION a function of yours, found from the current
+    folder, that returns (model, inputs, loss). --size, --dtype and --device are for workloads only.
+
+    Ends with 1 if evt failed or its gradients fail the error standard.
+    """
+    from rich.console import Console
+
+    from torch_evt.report.bench import bench as measure
+    from torch_evt.report.bench import to_json_text
+    from torch_evt.report.bench_table import render
+
+    others = [name.strip() for name in against.split(",") if name.strip()]
+    options = {} if place is None else {"evt.place": place}
+    # with the JSON on stdout, whatever is for people goes to stderr
+    console = Console(stderr=json_path == "-")
+    with Console(stderr=True).status("starting") as status:
+        result = measure(what, against=others, options=options, progress=status.update, **arguments)
+    console.print(render(result))
+    if json_path == "-":
+        click.echo(to_json_text(result), nl=False)
+    elif json_path is not None:
+        Path(json_path).write_text(to_json_text(result), encoding="utf-8")
+    sys.exit(not result.sound)
 
 
 if __name__ == "__main__":

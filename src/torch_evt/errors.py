@@ -37,6 +37,10 @@ class ExplainError(EvtError):
     """A model that cannot be explained as asked."""
 
 
+class BenchError(EvtError):
+    """A measurement that cannot be made as asked."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a node was not fused.

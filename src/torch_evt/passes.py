@@ -20,7 +20,7 @@ from torch_evt.options import Options
 from torch_evt.partition.greedy import Choice
 from torch_evt.partition.halves import Label
 from torch_evt.partition.plan import Half, RegionPlan
-from torch_evt.torch_compat import compile_id
+from torch_evt.torch_compat import compile_id, timed
 
 log = logging.getLogger("torch_evt")
 
@@ -59,17 +59,18 @@ def run(passes: tuple[Pass, ...], state: State) -> None:
     for step in passes:
         if step.name in state.options.disable:
             continue
-        before = signature(state.module.graph)
+        kind = state.half or "joint"
         start = time.perf_counter()
         try:
-            step.run(state)
-            verify(state.module.graph, before, step.name)
+            with timed(f"evt.{kind}.{step.name}"):
+                before = signature(state.module.graph)
+                step.run(state)
+                verify(state.module.graph, before, step.name)
         except Exception as error:
-            place_ = state.half or "joint"
             said = f"{type(error).__name__}: {error}"
-            raise PassError(f"pass {step.name} failed on a {place_} graph ({said})") from error
+            raise PassError(f"pass {step.name} failed on a {kind} graph ({said})") from error
         seconds = time.perf_counter() - start
-        log.debug("%s %s: %.1f ms", state.half or "joint", step.name, seconds * 1e3)
+        log.debug("%s %s: %.1f ms", kind, step.name, seconds * 1e3)
         write_dump(state, step.name, seconds)
 
 

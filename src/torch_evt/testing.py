@@ -335,7 +335,7 @@ def run_step(
     call = model if compiled is None else compiled
     torch.manual_seed(seed)
     output = call(**inputs) if isinstance(inputs, Mapping) else call(*inputs)
-    scalar = _scalar(output) if loss is None else loss(output)
+    scalar = scalar_of(output) if loss is None else loss(output)
     if scalar.numel() != 1:
         raise ValueError(f"the loss must be a scalar, not of shape {tuple(scalar.shape)}")
     torch.autograd.backward(scalar)
@@ -410,7 +410,11 @@ def check_model(
     return Comparison(dtype, tuple(verdicts))
 
 
-def _scalar(output: Any) -> Tensor:
+def scalar_of(output: Any) -> Tensor:
+    """The loss in a model's output: itself if it is a tensor, else its `["loss"]` or `.loss`.
+
+    Raises ValueError where there is none.
+    """
     if isinstance(output, Mapping):
         output = output["loss"]
     scalar = getattr(output, "loss", output)

@@ -7,6 +7,7 @@ where the name comes from. Nothing here patches PyTorch.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
@@ -34,10 +35,12 @@ __all__ = [
     "CustomPartitionerFn",
     "GraphPass",
     "cache_folder",
+    "cache_folder_set",
     "caches_disabled",
     "common_subexpressions",
     "compile_fx",
     "compile_id",
+    "compile_seconds",
     "decomposition_table",
     "files_digest",
     "fresh_cache",
@@ -49,6 +52,7 @@ __all__ = [
     "run_graph_pass",
     "run_partitioner",
     "size_hint",
+    "timed",
 ]
 
 
@@ -88,6 +92,42 @@ def cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return str(cache_dir())
+
+
+@contextmanager
+def cache_folder_set(folder: str) -> Iterator[None]:
+    """Let Inductor and Triton cache in `folder` inside the block; what it holds is kept."""
+    from torch._inductor.utils import clear_caches
+
+    names = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    clear_caches()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        clear_caches()
+
+
+def timed(name: str) -> Any:
+    """A context whose time PyTorch keeps under `name`, beside the stages of its own compilers
+    (torch._dynamo.utils.dynamo_timed): `compile_seconds`, traces and tlparse show it."""
+    from torch._dynamo.utils import dynamo_timed
+
+    return dynamo_timed(name, log_pt2_compile_event=True)
+
+
+def compile_seconds() -> dict[str, float]:
+    """Seconds that this process has spent in every stage of compiling, by PyTorch's names and
+    those given to `timed`; a stage's time holds that of the stages inside it."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return {name: float(sum(seconds)) for name, seconds in compilation_time_metrics.items()}
 
 
 def register_entry_point(name: str, value: str) -> None:
@@ -171,7 +211,8 @@ def run_partitioner(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     partitioner: Partitioner = other or min_cut_rematerialization_partition
-    return partitioner(joint, inputs, **kwargs)
+    with timed("min_cut_rematerialization_partition"):  # as Inductor itself names it
+        return partitioner(joint, inputs, **kwargs)
 
 
 def size_hint(size: int | torch.SymInt) -> int:

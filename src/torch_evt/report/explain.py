@@ -81,7 +81,7 @@ def explain(
         torch.random.set_rng_state(state)
     if not graphs:
         notes.append("no graph was captured: nothing in the model is a tensor operation")
-    return Plan(captured_on, target.name, _versions(), tuple(graphs), tuple(notes))
+    return Plan(captured_on, target.name, versions(), tuple(graphs), tuple(notes))
 
 
 def _split(given: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
@@ -182,7 +182,8 @@ def _device_of(*values: Any) -> str:
     return "cpu"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions that a plan or a measurement depends on."""
     return {
         "torch_evt": __version__,
         "torch": str(torch.__version__),
