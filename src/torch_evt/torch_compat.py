@@ -215,22 +215,30 @@ def run_partitioner(
         return partitioner(joint, inputs, **kwargs)
 
 
+_NO_HINT = 8192
+"""Inductor's own choice for a size of which nothing is known."""
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """A number for a size, symbolic or not, without adding a guard; 0 < result.
 
-    Symbolic sizes give their hint (the value of the traced call), 8192 where there is none
-    (Inductor's own choice for unbacked sizes).
+    Symbolic sizes give their hint (the value of the traced call), or one that is made of 8192 for
+    each unbacked symbol in them.
     """
     if isinstance(size, int):
         return size
     node = size.node
     hint = getattr(node, "_hint", None)
     if hint is None:
+        env = node.shape_env
         try:
-            hint = node.shape_env.size_hint(node.expr)
+            if hasattr(env, "optimization_hint"):  # where size_hint is deprecated
+                hint = env.optimization_hint(node.expr, fallback=_NO_HINT)
+            else:
+                hint = env.size_hint(node.expr)
         except (AttributeError, RuntimeError, ValueError):
             hint = None
-    return int(hint) if hint is not None and int(hint) > 0 else 8192
+    return int(hint) if hint is not None and int(hint) > 0 else _NO_HINT
 
 
 def files_digest(paths: Sequence[str]) -> str:
