@@ -108,7 +108,5 @@ def test_a_block_is_post_norm() -> None:
     scores = scores.masked_fill(~keep[:, None, None, :], float("-inf"))
     mixed = (scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(2, 5, 64)
     first = block.attention_norm(x + block.attention.out(mixed))
-    expected = block.mlp_norm(
-        first + block.down(F.gelu(block.up(first), approximate="tanh"))
-    )
+    expected = block.mlp_norm(first + block.down(F.gelu(block.up(first), approximate="tanh")))
     torch.testing.assert_close(block(x, keep), expected, atol=1e-5, rtol=1e-5)

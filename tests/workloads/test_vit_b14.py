@@ -29,7 +29,7 @@ def test_shapes(size: str, shape: tuple[int, ...]) -> None:
     workload = workloads.get("vit-b14", size)
     pictures, classes = workload.inputs(seed=1)
     assert pictures.shape == shape and classes.shape == shape[:1]
-    assert 0 <= classes.min() and classes.max() < 10
+    assert classes.min() >= 0 and classes.max() < 10
     model, given, _ = workload.make(seed=1)
     assert model(*given).shape == (shape[0], 10)
 
@@ -38,7 +38,9 @@ def test_tiny_pictures_are_the_digits_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    known = {picture.tobytes(): target for picture, target in zip(data.images, data.target)}
+    known = {
+        picture.tobytes(): target for picture, target in zip(data.images, data.target, strict=True)
+    }
     pictures, classes = workloads.get("vit-b14").inputs(seed=9)
     for picture, target in zip(pictures, classes, strict=True):
         assert known[(8 * (picture[0].double() + 1)).numpy().tobytes()] == target
