@@ -48,8 +48,9 @@ SEEDS = (0, 1, 2)
 LARGEST_SCALE = 2.0**16
 """GradScaler's first factor."""
 
-YARDSTICK = 0.1
-"""Where eager's own relative error is larger than this, being as exact as eager means little."""
+YARDSTICK = 0.2
+"""Where eager's own relative error is larger than this, as where fp16 has lost a gradient, being as
+exact as eager means little. The largest is XML-CNN's in bf16, 0.11, from maxima taken elsewhere."""
 
 BY_CHANCE = {
     # 64 sums over 128 rows; over seeds 0 to 11 the ratio to eager's error is 1.05
