@@ -47,7 +47,7 @@ class XmlCnn(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(size.dropout)
+        self.embedded_dropout = nn.Dropout(size.dropout)
         self.convolutions = nn.ModuleList(
             nn.Conv1d(size.width, size.channels, words, stride=STRIDE, padding=words // 2 - 1)
             for words in FILTERS
@@ -55,10 +55,11 @@ class XmlCnn(nn.Module):
         self.pool = nn.MaxPool1d(3, stride=1, padding=1)
         features = len(FILTERS) * size.channels * (size.length // STRIDE)
         self.bottleneck = nn.Linear(features, size.hidden)
+        self.dropout = nn.Dropout(size.dropout)
         self.labels = nn.Linear(size.hidden, size.labels)
 
     def forward(self, embedded: Tensor) -> Tensor:
-        x = self.dropout(embedded).transpose(1, 2)
+        x = self.embedded_dropout(embedded).transpose(1, 2)
         pooled = [F.relu(self.pool(convolve(x).flatten(1))) for convolve in self.convolutions]
         hidden = F.relu(self.bottleneck(torch.cat(pooled, dim=1)))
         return self.labels(self.dropout(hidden))  # type: ignore[no-any-return]
