@@ -27,7 +27,9 @@ def graph_key(module: fx.GraphModule, inputs: Sequence[Any], identity: str) -> s
     if not caches_used():
         return None
     parts = [identity, str(torch.__version__), *config_hashes(), _ambient()]
-    parts += map(_value, inputs)
+    holders = module.graph.find_nodes(op="placeholder")
+    for node, value in zip(holders, inputs, strict=True):
+        parts.append(_value(node.meta.get("example_value", value)))  # Dynamo's: it has the symbols
     try:
         return store.key([*parts, *_graph(module)])
     except store.UnstableKeyError:
