@@ -1,0 +1,75 @@
+"""Runs `program.py` as two ranks, each a process with its own hash seed; nothing here can hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).parent / "program.py"
+WORLD = 2
+LIMIT_S = 110.0
+
+
+def run_ranks(folder: Path, *ways: str) -> list[dict[str, dict[str, Any]]]:
+    """For each rank: way -> what `program.try_way` found.
+
+    folder: empty; receives the ranks' output and results, and Inductor's caches. Raises
+    AssertionError with the end of a rank's output where it fails, or all take too long.
+    """
+    (folder / "cache").mkdir()
+    processes, outputs = [], []
+    for rank in range(WORLD):
+        outputs.append(folder / f"output{rank}")
+        with outputs[-1].open("w") as out:
+            command = [sys.executable, str(PROGRAM), str(rank), str(WORLD), str(folder), *ways]
+            processes.append(
+                subprocess.Popen(command, stdout=out, stderr=out, env=_environment(folder, rank))
+            )
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while any(process.poll() is None for process in processes):
+            failed = [i for i, process in enumerate(processes) if process.poll()]
+            if failed or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:  # a rank whose partner is gone would wait for it
+            process.kill()
+            process.wait()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, f"{process.returncode}: {output.read_text()[-3000:]}"
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def _environment(folder: Path, rank: int) -> Mapping[str, str]:
+    tests = PROGRAM.parents[1]
+    path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONHASHSEED": str(rank + 1),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def check(found: list[dict[str, dict[str, Any]]], way: str) -> dict[str, Any]:
+    """Assert what holds for every way; rank 0's findings.
+
+    Both ranks have one plan, byte for byte; regions were placed in both halves and ran; every
+    gradient meets the error standard against one fp64 process on the whole batch.
+    """
+    first, second = (rank[way] for rank in found)
+    assert json.dumps(first["plan"]) == json.dumps(second["plan"])
+    for rank in (first, second):
+        assert rank["failed"] == []
+        assert rank["tensors"] == 1 + 3 * 6 + 2  # the loss, six of each layer, two of the head
+        for half in ("forward", "backward"):
+            assert rank["ran"][half] >= rank["placed"][half] > 0
+    return first
