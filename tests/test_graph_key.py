@@ -57,6 +57,7 @@ def test_equal_graphs_have_equal_keys_whatever_their_names() -> None:
     first = key_of(Layer(), x)
     assert first is not None
     assert key_of(Layer(), torch.randn(4, 8)) == first
+    assert key_of(Layer(), torch.randn(8, 8)[4:]) == first  # another rank's part of a batch
     assert key_of(Renamed(), x) == first
 
 

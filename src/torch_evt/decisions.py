@@ -118,7 +118,7 @@ def unplanned(kind: str, unplaced: str, mark: str = "") -> None:
 def report(plan: GraphPlan) -> None:
     """Log a plan, tell the observers, and have it kept by the compilation that it belongs to."""
     current = _compilation.get()
-    if current is not None and not plan.from_cache:
+    if current is not None:
         current.plans.append(plan)
     _log(plan)
     for observer in _observers.get():

@@ -2,7 +2,8 @@
 
 AOTAutograd has such a key, too, but gives it to nobody. This one is for what is kept beside a
 compiled graph. Nodes are numbered and not named, as there, so that equal layers have equal keys.
-Sizes that are symbolic enter as symbols, not as the numbers of this call.
+Sizes that are symbolic enter as symbols, not as the numbers of this call. Where a tensor begins in
+its storage does not matter, as there: ranks that slice one batch have one key.
 """
 
 from __future__ import annotations
@@ -90,4 +91,4 @@ def _value(value: Any) -> str:
         return f"{text} {context} {[_value(getattr(value, name)) for name in names]}"
     if value.layout != torch.strided:
         return f"{text} {value.layout} {tuple(value.shape)}"
-    return f"{text} {tuple(value.shape)} {value.stride()} {value.storage_offset()}"
+    return f"{text} {tuple(value.shape)} {value.stride()}"

@@ -172,6 +172,8 @@ def try_way(way: str) -> dict[str, Any]:
         "failed": [str(tensor) for tensor in verdict.tensors if not tensor.passed],
         "worst": verdict.worst.ratio,
         "tensors": len(verdict.tensors),
+        "from cache": sum(graph.from_cache for graph in graphs),
+        "regions": [[region.tree for region in graph.regions] for graph in graphs],
         "trees": sorted(trees["forward"] | trees["backward"]),
     }
 
