@@ -170,7 +170,7 @@ def try_way(way: str) -> dict[str, Any]:
         "placed": {half: sum(r.half == half for r in regions) for half in trees},
         "ran": {half: sum(counters.region_runs[t] for t in trees[half]) for half in trees},
         "failed": [str(tensor) for tensor in verdict.tensors if not tensor.passed],
-        "worst": verdict.worst.ratio,
+        "eager": max(tensor.eager.l2 for tensor in verdict.tensors),
         "tensors": len(verdict.tensors),
         "from cache": sum(graph.from_cache for graph in graphs),
         "regions": [[region.tree for region in graph.regions] for graph in graphs],
