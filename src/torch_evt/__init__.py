@@ -5,7 +5,8 @@
     tree                        epilogue trees: language, text, meaning
     mainloops emit runtime      what main loops hold; kernels; operators that carry regions
     joint partition             rewrites of the joint graph; choosing and placing regions
-    passes pipeline backend     running passes; the order of it all; how torch.compile reaches it
+    passes decisions            running passes; what was decided: logs, observers, kept plans
+    pipeline backend            the order of it all; how torch.compile reaches it
     testing workloads report    the error standard; models; explain, demo, doctor
 
 Importing the package registers the backend; everything else is imported when it is used.

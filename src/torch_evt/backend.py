@@ -13,9 +13,10 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
-from torch_evt import devices, options, pipeline
+from torch_evt import decisions, devices, options, pipeline
 from torch_evt.errors import OptionError, TargetError
 from torch_evt.options import Options
 from torch_evt.partition.elementwise import function_names
@@ -64,17 +65,28 @@ def compile_with(
     except (OptionError, TargetError) as error:
         return functools.partial(_raise, error)
     config = inductor_config()
-    patches["custom_partitioner_fn"] = Partitioner(
+    partitioner = Partitioner(
         ours, patches.get("custom_partitioner_fn", config.custom_partitioner_fn)
     )
-    patches["post_grad_custom_pre_pass"] = InferencePass(
+    inference = InferencePass(
         ours, patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     )
+    patches["custom_partitioner_fn"] = partitioner
+    patches["post_grad_custom_pre_pass"] = inference
     if ours.rng == "eager":
         patches["fallback_random"] = True
     if ours.dump is not None:
         patches["force_disable_caches"] = True  # a cached graph runs no pass
-    compiled: Any = compile_fx(module, example_inputs, config_patches=patches, **compile_fx_kwargs)
+    found = {x.device for x in example_inputs if isinstance(x, torch.Tensor)}
+    with decisions.compiling(
+        module,
+        example_inputs,
+        _identity(patches, partitioner, inference),
+        unplaced=pipeline.why_unplaced(ours, found),
+    ):
+        compiled: Any = compile_fx(
+            module, example_inputs, config_patches=patches, **compile_fx_kwargs
+        )
     return compiled  # type: ignore[no-any-return]
 
 
@@ -159,6 +171,17 @@ class InferencePass(GraphPass):
 
     def uuid(self) -> str | None:
         return _uuid(self.options, self.others)
+
+
+def _identity(
+    patches: Mapping[str, Any], partitioner: Partitioner, inference: InferencePass
+) -> str | None:
+    """What decides a compiled graph beside the graph; None where Inductor's caches are off."""
+    uuids = (partitioner.uuid(), inference.uuid())
+    if None in uuids or patches.get("force_disable_caches"):
+        return None
+    ours = ("custom_partitioner_fn", "post_grad_custom_pre_pass")
+    return repr((uuids, sorted((k, repr(v)) for k, v in patches.items() if k not in ours)))
 
 
 def _uuid(options: Options, other: Any) -> str | None:

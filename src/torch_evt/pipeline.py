@@ -11,16 +11,14 @@ fails, unless `evt.strict` asks for the exception.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from torch_evt import devices, passes
+from torch_evt import decisions, devices, passes
+from torch_evt.decisions import observed as observed
 from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
 from torch_evt.graphs import (
@@ -43,8 +41,6 @@ from torch_evt.partition.region import Region
 from torch_evt.passes import Pass, State, describing, falling_back, new_folder, write_dump
 from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
 from torch_evt.tree.text import to_text
-
-log = logging.getLogger("torch_evt")
 
 _TRAINING_HALF = "torch_evt_training_half"
 
@@ -131,20 +127,6 @@ INFERENCE: tuple[Pass, ...] = (CANONICALISE, EAGER_DROPOUT, RECOMPOSE, PLAN)
 PLACE_INFERENCE: tuple[Pass, ...] = (PLACE, EXPAND)
 
 
-Observer = Callable[[GraphPlan], None]
-_observers: ContextVar[tuple[Observer, ...]] = ContextVar("torch_evt_observers", default=())
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Call `observer` with the plan of every graph that is compiled inside the block."""
-    token = _observers.set((*_observers.get(), observer))
-    try:
-        yield
-    finally:
-        _observers.reset(token)
-
-
 def partition(
     joint: fx.GraphModule,
     inputs: Sequence[Any],
@@ -156,8 +138,11 @@ def partition(
 
     other: a partitioner to use in place of min-cut. kwargs: what Inductor gives its partitioner.
     """
-    placing = _placing(joint.graph, options)
-    if not (placing or _wanted(options)):
+    decisions.started()
+    unplaced = why_unplaced(options, _devices(joint.graph))
+    placing = unplaced is None
+    if unplaced is not None and not decisions.wanted(options):
+        decisions.unplanned("joint", unplaced)
         return run_partitioner(joint, inputs, other, kwargs)
     device = _target(options)
     state = State(
@@ -175,7 +160,7 @@ def partition(
     else:
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
     with describing(options):
-        _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
+        decisions.report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
     return forward, backward
 
 
@@ -191,8 +176,11 @@ def is_training_half(graph: fx.Graph) -> bool:
 
 def transform_inference(graph: fx.Graph, options: Options) -> None:
     """Place regions in an inference graph, in place; it stays as it is where none is placed."""
-    placing = _placing(graph, options)
-    if not (placing or _wanted(options)):
+    decisions.started()
+    unplaced = why_unplaced(options, _devices(graph))
+    placing = unplaced is None
+    if unplaced is not None and not decisions.wanted(options):
+        decisions.unplanned("inference", unplaced)
         return
     owner = graph.owning_module or torch.nn.Module()
     module = module_of(owner, graph)
@@ -206,7 +194,7 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
             if state.kernels:
                 replace_contents(graph, state.module.graph)
     with describing(options):
-        _report(_inference_plan(state))
+        decisions.report(_inference_plan(state))
 
 
 def _halves(
@@ -274,40 +262,26 @@ def names() -> list[str]:
     return list(dict.fromkeys(step.name for step in every))
 
 
-def _placing(graph: fx.Graph, options: Options) -> bool:
-    """Whether regions may be placed: there is an emitter, or the reference is asked for."""
-    if options.place != "auto":
-        return options.place == "always"
-    found = {t.device for n in graph.nodes if (t := tensor_of(n)) is not None}
-    return any(emitter_for(device) is not None for device in found)
+def why_unplaced(options: Options, found: Iterable[torch.device]) -> str | None:
+    """Why no region may be placed in a graph with tensors on these devices; None where one may: a
+    device has an emitter, or the reference is asked for."""
+    if options.place == "always":
+        return None
+    if options.place == "never":
+        return "evt.place is never"
+    devices_found = sorted(found, key=str)
+    if any(emitter_for(device) is not None for device in devices_found):
+        return None
+    kinds = dict.fromkeys(device.type for device in devices_found)
+    return f"there is no emitter for {' or '.join(kinds) or 'a graph without tensors'}"
 
 
-def _wanted(options: Options) -> bool:
-    """Whether somebody wants to see the plan although nothing is placed."""
-    return bool(_observers.get()) or options.dump is not None or log.isEnabledFor(logging.DEBUG)
+def _devices(graph: fx.Graph) -> set[torch.device]:
+    return {t.device for n in graph.nodes if (t := tensor_of(n)) is not None}
 
 
 def _target(options: Options) -> Device:
     return devices.device(options.target or devices.default_target())
-
-
-def _report(plan: GraphPlan) -> None:
-    for region in plan.regions:
-        log.debug(
-            "%s %s (%s): %.1f us instead of %.1f us: %s",
-            region.half,
-            region.anchor,
-            "placed" if plan.placed else "planned",
-            region.modelled_us,
-            region.replaced_us,
-            region.tree,
-        )
-    for unfused in plan.unfused:
-        log.debug("%s %s is left to Inductor: %s", unfused.half, unfused.node, unfused.reason)
-    for note in plan.notes:
-        log.info("%s: %s", plan.id, note)
-    for observer in _observers.get():
-        observer(plan)
 
 
 def _inference_plan(state: State) -> GraphPlan:
@@ -347,7 +321,7 @@ def _training_plan(
         if isinstance(v, fx.Node)
     )
     inductor_bytes: int | None = None
-    if _observers.get():
+    if decisions.has_observers():
         plain = forward
         if any(half.kernels for half in halves):
             plain, _ = run_partitioner(original, inputs, other, dict(kwargs))

@@ -37,10 +37,13 @@ __all__ = [
     "cache_folder",
     "cache_folder_set",
     "caches_disabled",
+    "caches_used",
+    "checkpoint_policy",
     "common_subexpressions",
     "compile_fx",
     "compile_id",
     "compile_seconds",
+    "config_hashes",
     "decomposition_table",
     "files_digest",
     "fresh_cache",
@@ -78,6 +81,35 @@ def caches_disabled() -> Iterator[None]:
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
     ):
         yield
+
+
+def caches_used() -> bool:
+    """Whether AOTAutograd or Inductor would load this compilation from a local cache."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    if torch._inductor.config.force_disable_caches:
+        return False
+    return bool(
+        torch._functorch.config.enable_autograd_cache or torch._inductor.config.fx_graph_cache
+    )
+
+
+def config_hashes() -> list[str]:
+    """Digests of the configuration of Inductor and AOTAutograd, without what changes no result
+    (torch/utils/_config_module.py)."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    return [c.get_hash().hex() for c in (torch._inductor.config, torch._functorch.config)]
+
+
+def checkpoint_policy(module: fx.GraphModule) -> str:
+    """The text of the policy of a selective checkpoint, for the module of the checkpointed part; ""
+    where there is none. AOTAutograd, too, asks a policy for its `cache_hash`, and caches no graph
+    with a policy that has none (torch/_functorch/_aot_autograd/autograd_cache.py)."""
+    policy = module.meta.get("_checkpoint_context_fn")
+    return "" if policy is None else str(getattr(policy, "cache_hash", hex(id(policy))))
 
 
 def fresh_cache() -> Any:

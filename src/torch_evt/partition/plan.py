@@ -6,8 +6,11 @@ written as JSON. Names are those of the nodes after canonicalise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Half = Literal["forward", "backward", "inference"]
 
@@ -85,6 +88,8 @@ class GraphPlan:
     placed: bool = False
     """Whether the regions were put into the graph, or only planned (for an absent target)."""
     notes: tuple[str, ...] = ()
+    from_cache: bool = False
+    """Whether the graph was not compiled now: it is the plan of when it was."""
 
 
 @dataclass(frozen=True)
@@ -97,3 +102,35 @@ class Plan:
     versions: dict[str, str]
     graphs: tuple[GraphPlan, ...]
     notes: tuple[str, ...] = field(default=())
+
+
+def to_data(plan: GraphPlan) -> dict[str, Any]:
+    """All of a graph's plan as lists, dicts and plain values; `from_data` reads it back."""
+    return asdict(plan)
+
+
+def from_data(data: Mapping[str, Any]) -> GraphPlan:
+    """The plan that `to_data` wrote. Raises KeyError or TypeError for what it did not write."""
+    regions = []
+    for region in data["regions"]:
+        lists = {name: tuple(region[name]) for name in ("shape", "nodes", "stored", "fuses")}
+        others = tuple(Alternative(**other) for other in region["alternatives"])
+        regions.append(RegionPlan(**{**region, **lists, "alternatives": others}))
+    parts = {
+        "regions": tuple(regions),
+        "unfused": tuple(Unfused(**entry) for entry in data["unfused"]),
+        "saved": tuple(Saved(**entry) for entry in data["saved"]),
+        "notes": tuple(data["notes"]),
+    }
+    return GraphPlan(**{**data, **parts})
+
+
+def digest(plan: GraphPlan) -> str:
+    """Eight hexadecimal digits that are equal for equal decisions, so that ranks can be compared.
+
+    What differs between two compilations of the same graph has no part in it.
+    """
+    data = to_data(plan)
+    for name in ("id", "inductor_saved_bytes", "from_cache"):
+        del data[name]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
