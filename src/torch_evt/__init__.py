@@ -6,7 +6,7 @@
     mainloops emit runtime      what main loops hold; kernels; operators that carry regions
     joint partition             rewrites of the joint graph; choosing and placing regions
     passes pipeline backend     running passes; the order of it all; how torch.compile reaches it
-    testing workloads report    the error standard; models; explain, demo, doctor
+    testing workloads report    the error standard; models; explain, verify, demo
 
 Importing the package registers the backend; everything else is imported when it is used.
 """
@@ -20,7 +20,7 @@ from torch_evt.version import __version__
 
 register_entry_point("evt", "torch_evt.backend:evt")
 
-__all__ = ["__version__", "check_options", "evt", "explain"]
+__all__ = ["__version__", "check_options", "evt", "explain", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,4 +32,8 @@ def __getattr__(name: str) -> Any:
         from torch_evt.report.explain import explain
 
         return explain
+    if name == "verify":
+        from torch_evt.report.verify import verify
+
+        return verify
     raise AttributeError(f"module 'torch_evt' has no attribute {name!r}")

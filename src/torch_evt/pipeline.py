@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_evt import devices, passes
+from torch_evt import devices, passes, replaced
 from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
 from torch_evt.graphs import (
@@ -41,6 +41,7 @@ from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
 from torch_evt.partition.region import Region
 from torch_evt.passes import Pass, State, describing, falling_back, new_folder, write_dump
+from torch_evt.replaced import PlacedRegion
 from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
 from torch_evt.tree.text import to_text
 
@@ -90,15 +91,29 @@ def _recheck(state: State) -> None:
 
 def _place(state: State) -> None:
     placed = []
-    replaced: dict[fx.Node, fx.Node] = {}
+    done: dict[fx.Node, fx.Node] = {}
+    half = state.half or "inference"
     for chosen in state.choice.chosen:
+        region = chosen.priced.region
+        name = f"{compile_id()} {half} {region.anchor.name}"
+        nodes = replaced.nodes_of(region) if _watchers.get() else None
         try:
             kernel = place.place(
-                state.module.graph, chosen.priced.region, replaced, poison=state.options.poison
+                state.module.graph,
+                region,
+                done,
+                poison=state.options.poison,
+                name=name if state.options.verify else None,
             )
         except place.CannotPlace as error:
-            state.notes.append(f"{chosen.priced.region.anchor.name}: {error}")
+            state.notes.append(f"{region.anchor.name}: {error}")
             continue
+        if nodes is not None:
+            record = replaced.placed(
+                kernel, region, nodes, name=name, half=half, rules=_rules(state)
+            )
+            for watcher in _watchers.get():
+                watcher(record)
         state.kernels.append(kernel)
         placed.append(chosen)
     state.module.graph.eliminate_dead_code()  # views that only replaced nodes read
@@ -143,6 +158,20 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.reset(token)
+
+
+Watcher = Callable[[PlacedRegion], None]
+_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("torch_evt_watchers", default=())
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher` with the record of every region that is placed inside the block."""
+    token = _watchers.set((*_watchers.get(), watcher))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
 
 
 def partition(

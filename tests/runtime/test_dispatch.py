@@ -91,11 +91,11 @@ class Incomplete:
 def use_emitter(monkeypatch):
     def use(emitter):
         monkeypatch.setattr(emit, "EMITTERS", MappingProxyType({"cpu": emitter}))
-        dispatch._kernel.cache_clear()
+        dispatch.kernel_of.cache_clear()
         return emitter
 
     yield use
-    dispatch._kernel.cache_clear()
+    dispatch.kernel_of.cache_clear()
 
 
 def test_poison_shows_what_a_kernel_leaves_unwritten(use_emitter):
