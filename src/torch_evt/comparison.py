@@ -158,7 +158,8 @@ def compare(
     ours, eager, exact: name -> tensor of the compiled, the eager and the fp64 eager run. A name is
     "kind:rest" as `run_step` spells it ("grad:linear.weight"); a tensor counts as vanishing beside
     the largest norm of its kind. dtype: the dtype the step computed in, which sets u. seed: only
-    noted in the result. units: u of the tensors that do not have the dtype's. Raises ValueError when dtype has no u, or eager and exact differ in names.
+    noted in the result. units: u of the tensors that do not have the dtype's. Raises ValueError
+    when dtype has no u, or eager and exact differ in names.
     """
     if dtype not in UNIT:
         raise ValueError(f"no error standard for {dtype}; one of {', '.join(map(str, UNIT))}")

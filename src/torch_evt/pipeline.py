@@ -96,7 +96,7 @@ def _place(state: State) -> None:
     for chosen in state.choice.chosen:
         region = chosen.priced.region
         name = f"{compile_id()} {half} {region.anchor.name}"
-        nodes = replaced.nodes_of(region) if _watchers.get() else None
+        nodes = replaced.nodes_of(region, done) if _watchers.get() else None
         try:
             kernel = place.place(
                 state.module.graph,
@@ -110,7 +110,7 @@ def _place(state: State) -> None:
             continue
         if nodes is not None:
             record = replaced.placed(
-                kernel, region, nodes, name=name, half=half, rules=_rules(state)
+                kernel, region, nodes, done, name=name, half=half, rules=_rules(state)
             )
             for watcher in _watchers.get():
                 watcher(record)

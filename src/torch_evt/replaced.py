@@ -1,4 +1,4 @@
-"""What a placed region stands for: the graph nodes that its operator replaced, as a graph that runs.
+"""What a placed region stands for: the nodes that its operator replaced, as a graph that runs.
 
 `torch_evt.verify` runs it in fp64 on the operands that the operator was given. That finds what a
 tree alone cannot tell: a tree that is not what its nodes compute, or an operand in a wrong place.
@@ -21,10 +21,11 @@ from torch_evt.partition.elementwise import CONVERT, HALVES
 from torch_evt.partition.plan import Half
 from torch_evt.partition.region import Region, is_view, is_widening
 from torch_evt.runtime.ops import is_region
+from torch_evt.torch_compat import size_hint
 
 aten = torch.ops.aten
 
-_MADE = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+_MADE: Mapping[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0}
 """Operations that make a constant, and which argument is its value."""
 
 
@@ -40,8 +41,8 @@ class Nodes:
     """The nodes of a region as a graph of their own, recomposed ones expanded.
 
     graph: its placeholders are what the nodes read, its results the nodes that have to be stored.
-    reads: each placeholder's name in the whole graph, by its name here; results: the names of the
-    results there. region: the region's nodes, anchor: its anchor, by their names here.
+    reads: for each placeholder the root of what it stands for in the whole graph; results: the
+    names of the results there. region: the region's nodes, anchor: its anchor, by their names here.
     """
 
     graph: fx.Graph
@@ -53,10 +54,12 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Operand:
-    """Which node the kernel's operator reads at one place. given: it is an input of its half. fixed:
-    it lies in memory, given or left by another region, so that all readers see the same bits."""
+    """Which node the kernel's operator reads at one place, and which one that is a view of (`root`;
+    itself if none). given: it is an input of its half. fixed: it lies in memory, given or left by
+    another region, so that all readers see the same bits."""
 
     name: str
+    root: str
     given: bool
     fixed: bool
 
@@ -65,9 +68,9 @@ class Operand:
 class PlacedRegion:
     """A region in its graph.
 
-    name: as its spec has it. operands: one for each tensor of the kernel.
-    stored: for each output of the kernel, the names of the nodes in whose place it stands, as the
-    graph has them now. transposed: for each output, whether the nodes have the last two
+    name: as its spec has it. operands: one for each tensor of the kernel. stored: for each output
+    of the kernel, the names of the nodes in whose place it stands, as the graph has them now, the
+    operator's own result first. transposed: for each output, whether the nodes have the last two
     coordinates exchanged. traced: the kernel's operands as they were traced.
     """
 
@@ -82,18 +85,19 @@ class PlacedRegion:
     rules: Rules
 
 
-def nodes_of(region: Region) -> Nodes:
-    """The region's nodes, before they are replaced."""
-    return _Cut(region).nodes()
+def nodes_of(region: Region, replaced: Mapping[fx.Node, fx.Node]) -> Nodes:
+    """The region's nodes, before they are replaced. replaced: as for `place`."""
+    return _Cut(region, replaced).nodes()
 
 
 class _Cut:
     """Copies a region's nodes, and what its loads see through, into a graph."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, replaced: Mapping[fx.Node, fx.Node]) -> None:
         self.region = region
         self.inside = set(region.nodes)
-        self.given = {i.node.name for i in region.inputs}
+        given = [_now(i.node, replaced) for i in region.inputs]
+        self.given = {n.name for node in given for n in (node, _root(node))}
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.reads: dict[str, str] = {}
@@ -135,7 +139,7 @@ class _Cut:
         with self.graph.inserting_after(at):
             self.end = self.graph.placeholder(node.name)
         self.end.meta["val"] = node.meta.get("val")
-        self.reads[self.end.name] = node.name
+        self.reads[self.end.name] = _root(node).name
         return self.end
 
     def _computed(self, node: fx.Node) -> fx.Node:
@@ -159,7 +163,7 @@ class _Cut:
         copy = self.graph.node_copy(node, env.__getitem__)
         copy.meta = {"val": node.meta.get("val")}
         value = tensor_of(node)
-        position = _MADE.get(node.target)  # type: ignore[arg-type]
+        position = _MADE.get(node.target)
         if position is not None and value is not None and value.dtype in HALVES:
             # the number that a half precision tensor holds, also where the graph runs in fp64
             number = float(torch.tensor(node.args[position], dtype=value.dtype))
@@ -171,19 +175,24 @@ def placed(
     kernel: fx.Node,
     region: Region,
     nodes: Nodes,
+    replaced: Mapping[fx.Node, fx.Node],
     *,
     name: str,
     half: Half,
     rules: Rules,
 ) -> PlacedRegion:
-    """The record of a region whose operator `kernel` has just been put into its graph."""
+    """The record of a region whose operator `kernel` has just been put into its graph.
+
+    replaced: as for `place`.
+    """
     inputs: Sequence[fx.Node] = kernel.args[0]  # type: ignore[assignment]
-    given = {i.node.name for i in region.inputs}
+    given = {_now(i.node, replaced).name for i in region.inputs}
     known = {n.name for output in region.outputs for n in output.nodes}
     stored: list[list[str]] = [[] for _ in region.outputs]
     for item in kernel.users:
         if item.target is operator.getitem:
-            stored[item.args[1]].extend(_stands_for(item, known))  # type: ignore[index]
+            names = [item.name, *_stands_for(item, known)]
+            stored[item.args[1]].extend(dict.fromkeys(names))  # type: ignore[index]
     return PlacedRegion(
         name=name,
         half=half,
@@ -211,12 +220,25 @@ def _operand(node: fx.Node, given: set[str]) -> Operand:
     if node.name not in given and node.target is aten.view.default:
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
-    source = node
-    while source.target in (aten.view.default, aten.permute.default, operator.getitem):
+    root = _root(node)
+    source = root
+    while source.target in (aten.permute.default, operator.getitem):
         assert isinstance(source.args[0], fx.Node)
         source = source.args[0]
     fixed = source.op in ("placeholder", "get_attr") or is_region(source.target)
-    return Operand(node.name, node.op == "placeholder", fixed)
+    return Operand(node.name, root.name, node.op == "placeholder", fixed)
+
+
+def _now(node: fx.Node, replaced: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    return replaced.get(node, node)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a node is a row-major view of."""
+    while is_view(node):
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    return node
 
 
 def concrete(region: PlacedRegion, inputs: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Shape]]:
@@ -224,36 +246,41 @@ def concrete(region: PlacedRegion, inputs: Sequence[Tensor]) -> tuple[fx.GraphMo
 
     inputs: the operands of one run of the kernel. Raises NoSize for a size that they do not show.
     """
-    symbols = _symbols(region, inputs)
+    sizes = _Sizes(region, inputs)
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     shapes: list[Shape] = []
     for node in region.nodes.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            env[node] = _number(value, symbols)
+            env[node] = sizes.number(value)
             continue
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta = {}
         if node.op == "placeholder":
             assert isinstance(value, Tensor)
-            shapes.append(tuple(_number(size, symbols) for size in value.shape))
+            shapes.append(tuple(sizes.number(size) for size in value.shape))
     return fx.GraphModule(torch.nn.Module(), graph), shapes
 
 
-def _symbols(region: PlacedRegion, inputs: Sequence[Tensor]) -> dict[Any, int]:
-    """The value of every symbol that a dimension of an operand shows."""
-    found: dict[Any, int] = {}
-    for traced, given in zip(region.traced, inputs, strict=True):
-        for wanted, size in zip(traced.shape, given.shape, strict=True):
-            symbol = expression(wanted)
-            if symbol.is_Symbol:
-                found[symbol] = int(size)
-    return found
+class _Sizes:
+    """Numbers in place of symbolic sizes: as the kernel's operands show them, or, where a run has
+    the sizes of the traced call, as they were there."""
 
+    def __init__(self, region: PlacedRegion, inputs: Sequence[Tensor]) -> None:
+        self.known: dict[Any, int] = {}
+        self.as_traced = True
+        for traced, given in zip(region.traced, inputs, strict=True):
+            for wanted, size in zip(traced.shape, given.shape, strict=True):
+                self.as_traced &= size_hint(wanted) == size
+                if expression(wanted).is_Symbol:
+                    self.known[expression(wanted)] = int(size)
 
-def _number(size: int | torch.SymInt, symbols: Mapping[Any, int]) -> int:
-    value = expression(size).subs(symbols)
-    if not value.is_Integer:
-        raise NoSize(f"no operand of the kernel shows the size {size}")
-    return int(value)
+    def number(self, size: int | torch.SymInt) -> int:
+        """The number in place of a size. Raises NoSize."""
+        value = expression(size).subs(self.known)
+        if value.is_Integer:
+            return int(value)
+        if not self.as_traced:
+            raise NoSize(f"no operand of the kernel shows the size {size}")
+        return size_hint(size)

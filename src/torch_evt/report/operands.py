@@ -54,17 +54,17 @@ class Operands:
         faults = []
         for i, (operand, tensor) in enumerate(zip(region.operands, run.inputs, strict=True)):
             value = _seen(tensor, f"as operand {i} of {run.name}")
-            known = []
-            if operand.fixed and operand.name in call.values:
-                known = [call.values[operand.name]]
-            elif operand.given and half == "backward":
+            names = (operand.name, operand.root)
+            known = [call.values[n] for n in names if operand.fixed and n in call.values][:1]
+            if not known and operand.given and half == "backward":
                 forward = self._calls.get((graph, "forward"), [])
                 known = [c.values[operand.name] for c in forward if operand.name in c.values]
             known = [k for k in known if (k.dtype, k.elements) == (value.dtype, value.elements)]
             if known and all(k.digest != value.digest for k in known):
                 faults.append(_fault(i, operand.name, value, known[-1]))
             else:
-                call.values.setdefault(operand.name, value)
+                for name in names:
+                    call.values.setdefault(name, value)
         call.values.update(_left(region, run))
         return faults
 

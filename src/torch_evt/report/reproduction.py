@@ -46,9 +46,7 @@ def write_region(root: str, region: PlacedRegion, run: Run, faults: Sequence[Fau
     module, shapes = concrete(region, run.inputs)
     operands = region_nodes.operands_of(region, module, shapes, run)
     device = run.inputs[0].device
-    for (name, tensor), shape, dtype in zip(
-        operands.items(), shapes, _dtypes(region), strict=True
-    ):
+    for (name, tensor), shape, dtype in zip(operands.items(), shapes, _dtypes(region), strict=True):
         if tensor is None:  # the kernel never had it, so any value will do
             operands[name] = _any_tensor(shape, dtype, device)
     names = {
@@ -110,7 +108,7 @@ def check_region(
     region, anchor: names of the region's nodes; calls: names of all calls in the graph, in order.
     """
     saved = torch.load(folder / TENSORS, weights_only=True)
-    module = make_fx(graph)(*saved["operands"])
+    module = make_fx(graph, tracing_mode="fake")(*saved["operands"])
     made = [n for n in module.graph.nodes if n.op == "call_function"]
     for node, name in zip(made, calls, strict=True):
         rename(node, name)
@@ -130,10 +128,10 @@ def check_region(
                 dispatch.write_spec(parse(tree), name="alone"), saved["inputs"], saved["sizes"]
             )
         else:
-            nodes = nodes_of(found)
+            nodes = nodes_of(found, {})
             kernel = place.place(module.graph, found, {}, name="alone")
-            record = placed(kernel, found, nodes, name="alone", half="inference", rules=rules)
-            fx.Interpreter(module).run(*saved["operands"])  # type: ignore[no-untyped-call]
+            record = placed(kernel, found, nodes, {}, name="alone", half="inference", rules=rules)
+            fx.Interpreter(module).run(*saved["operands"])
             faults += region_nodes.faults_of(record, runs[0])
     faults = [*runs[0].faults, *faults]
     return _said(faults, to_text(runs[0].tree))
@@ -143,17 +141,24 @@ def check_graph(
     graph: torch.nn.Module, folder: Path, options: Mapping[str, Any], *, seed: int
 ) -> int:
     """Verify a whole graph on the saved inputs; prints the verdict. 1 where something is wrong."""
+    from torch_evt import backend
     from torch_evt.report.verify import verify
 
     inputs = torch.load(folder / TENSORS, weights_only=True)["inputs"]
-    found = verify(graph, *inputs, loss=_weighted, options=options, seed=seed, write=False)
+    found = verify(
+        graph,
+        *inputs,
+        loss=_weighted,
+        options=options,
+        seed=seed,
+        write=False,
+        backend=backend.evt,
+    )
     print(found)
     return 0 if found.passed else 1
 
 
-def _rebuilt(
-    graph: fx.Graph, names: Sequence[str], anchor: str, rules: Rules
-) -> Region | None:
+def _rebuilt(graph: fx.Graph, names: Sequence[str], anchor: str, rules: Rules) -> Region | None:
     named = {node.name: node for node in graph.nodes}
     nodes = [named.get(name) for name in names]
     loop = for_target(named[anchor].target) if anchor in named else None
@@ -195,7 +200,9 @@ def _any_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return compact(tensor.detach()).cpu() if tensor.device.type != "cpu" else compact(tensor.detach())
+    return (
+        compact(tensor.detach()).cpu() if tensor.device.type != "cpu" else compact(tensor.detach())
+    )
 
 
 def _leaf(value: Any) -> Any:
@@ -204,9 +211,7 @@ def _leaf(value: Any) -> Any:
     return _copy(value).requires_grad_(value.requires_grad)
 
 
-def _source(
-    heading: Sequence[str], graph: fx.Graph, check: str, extra: str, call: str
-) -> str:
+def _source(heading: Sequence[str], graph: fx.Graph, check: str, extra: str, call: str) -> str:
     code = graph.python_code("self")
     body = "\n".join("    " + line for line in code.src.strip().splitlines())
     said = "\n".join(heading).replace("\\", "\\\\").replace('"""', "'''")

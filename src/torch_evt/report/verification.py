@@ -203,7 +203,11 @@ def _conclusion(found: Verification) -> list[RenderableType]:
     ran = sum(region.runs > 0 for region in found.regions)
     tensors = 0 if found.step is None else len(found.step.tensors)
     if found.passed:
-        what = f"all {ran} regions" if found.step is None else f"all {ran} regions and {tensors} tensors"
+        what = (
+            f"all {ran} regions"
+            if found.step is None
+            else f"all {ran} regions and {tensors} tensors"
+        )
         return [Text(f"{what} are right", style="bold green")]
     lines: list[RenderableType] = []
     first = found.first_wrong

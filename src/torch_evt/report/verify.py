@@ -210,7 +210,9 @@ class _Step:
         try:
             if self.find is None:
                 return self._infer(model, called, args)
-            return run_step(model, args, lambda scalar: scalar, compiled=called, seed=self.seed)
+            found = run_step(model, args, lambda scalar: scalar, compiled=called, seed=self.seed)
+            del found["output:"]  # the loss again
+            return found
         except Exception as error:
             raise VerifyError(f"the {what} step raises {type(error).__name__}: {error}") from error
 
@@ -347,9 +349,7 @@ class _Audit:
         return (*ran, *(_verdict(self.placed[name], plans.get(name), None) for name in rest))
 
 
-def _verdict(
-    region: PlacedRegion, plan: RegionPlan | None, found: _Found | None
-) -> RegionVerdict:
+def _verdict(region: PlacedRegion, plan: RegionPlan | None, found: _Found | None) -> RegionVerdict:
     graph, half, anchor = region.name.split(" ")
     return RegionVerdict(
         name=plan.name if plan else anchor,
@@ -376,9 +376,10 @@ def _against_fp64(
     """The whole step by the error standard; None, with a note, where it cannot be compared."""
     if ours is None:
         return None
-    if options["evt.rng"] != "eager" or _devices(step.model, step.inputs, step.kwargs)[
-        0
-    ].type != "cpu":
+    if (
+        options["evt.rng"] != "eager"
+        or _devices(step.model, step.inputs, step.kwargs)[0].type != "cpu"
+    ):
         other = replace(step, seed=step.seed + 1)
         again = other.run(step.copied(), "eager")
         if any(not torch.equal(again[name], t) for name, t in eager.items()):

@@ -2,8 +2,8 @@
 
 By the error standard (`comparison`) with the reference's evaluation in the kernel's own dtypes in
 the place of eager, and u for sums of K terms at least sqrt(K) roundings of fp32. The kernel runs a
-second time on copies of the operands, with its outputs filled otherwise before: an element that
-keeps both fillings was never written, and equal inputs must give equal bits.
+second time on the same operands, with its outputs filled otherwise before: an element that keeps
+both fillings was never written, and equal inputs must give equal bits.
 
 Operands and outputs are copied where they lie; the fp64 evaluation moves to the CPU where the
 device has no memory left. What a run needed is freed before the next region runs.
@@ -55,7 +55,7 @@ class Fault:
 @dataclass(frozen=True)
 class Run:
     """One run of a region. inputs, overwritten: copies from before it; results: the new outputs,
-    then the overwritten arguments after it. faults: what `faults_of` found."""
+    then the overwritten arguments after it."""
 
     name: str
     tree: Tree
@@ -98,9 +98,18 @@ def run(
         return
     before = tuple(compact(tensor) for tensor in inputs)
     overwritten_before = tuple(compact(tensor) for tensor in overwritten)
-    kernel(inputs, sizes, outputs, overwritten)
+    try:
+        kernel(inputs, sizes, outputs, overwritten)
+    except Exception as error:
+        raise RegionError(
+            f"the kernel of the region {name} raises {type(error).__name__}: {error}. "
+            f"Its tree: {to_text(tree)}. evt.place=never compiles without regions"
+        ) from error
     results = (*outputs, *overwritten)
-    faults = faults_of(tree, kernel, before, sizes, overwritten_before, results)
+    again = tuple(torch.empty_like(t).fill_(_other_filling(t.dtype)) for t in outputs)
+    overwritten_again = tuple(compact(tensor) for tensor in overwritten_before)
+    kernel(inputs, sizes, again, overwritten_again)
+    faults = _faults(tree, before, sizes, overwritten_before, results, (*again, *overwritten_again))
     faults += tuple(
         Fault("input", f"input {i}", "the kernel changed it, and it may only read it")
         for i, (old, new) in enumerate(zip(before, inputs, strict=True))
@@ -117,33 +126,26 @@ def run(
         )
 
 
-def faults_of(
+def _faults(
     tree: Tree,
-    kernel: Kernel,
     inputs: Sequence[Tensor],
     sizes: Sequence[int],
     overwritten: Sequence[Tensor],
     results: Sequence[Tensor],
+    again: Sequence[Tensor],
 ) -> tuple[Fault, ...]:
-    """What is wrong with the results of one run of a kernel.
+    """What is wrong with the results of a kernel.
 
     inputs, overwritten: the tensors as they were before it; results: the new outputs, then the
-    overwritten arguments, as they are after it.
+    overwritten arguments, as they are after it; again: those of a second run.
     """
     exact = _evaluated(tree, inputs, sizes, overwritten, exact=True)
     reference = _evaluated(tree, inputs, sizes, overwritten, exact=False)
     new = len(tree.new_outputs)
-    again = tuple(
-        torch.empty_like(tensor).fill_(_other_filling(tensor.dtype)) for tensor in results[:new]
-    )
-    again += tuple(compact(tensor) for tensor in overwritten)
-    kernel(tuple(compact(tensor) for tensor in inputs), sizes, again[:new], again[new:])
     placed = _positions(tree)
     wheres = [f"output {position} ({describe(sink)})" for position, sink in placed]
     units = [_unit(tree, sink, inputs, sizes) for _, sink in placed]
-    verdicts = _verdicts(
-        [(results[p], reference[p], exact[p]) for p, _ in placed], wheres, units
-    )
+    verdicts = _verdicts([(results[p], reference[p], exact[p]) for p, _ in placed], wheres, units)
     faults = []
     for (position, _), where, verdict in zip(placed, wheres, verdicts, strict=True):
         ours, second = results[position], again[position]
@@ -211,9 +213,7 @@ def _unwritten(where: str, ours: Tensor, again: Tensor) -> Fault | None:
     return Fault("unwritten", where, f"{count} were never written, first at {index}", index)
 
 
-def _wrong(
-    where: str, ours: Tensor, exact: Tensor, verdict: TensorComparison
-) -> Fault | None:
+def _wrong(where: str, ours: Tensor, exact: Tensor, verdict: TensorComparison) -> Fault | None:
     if verdict.passed:
         return None
     index = worst_index(ours, exact)
@@ -261,8 +261,8 @@ def _share_verdict(
     count = max(exact.numel(), 1)
     share, allowed = (int((t.to(exact.device) != exact).sum()) / count for t in (ours, reference))
     limit = L2_FACTOR * max(allowed, unit)
-    errors = (TensorError(e, e) for e in (share, allowed, limit))
-    return TensorComparison(name, share <= limit, "integer", *errors)
+    ours_, reference_, limit_ = (TensorError(e, e) for e in (share, allowed, limit))
+    return TensorComparison(name, share <= limit, "integer", ours_, reference_, limit_)
 
 
 def _unit(tree: Tree, sink: Sink, inputs: Sequence[Tensor], sizes: Sequence[int]) -> float:
