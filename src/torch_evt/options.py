@@ -100,7 +100,8 @@ class Options:
     )
     dump: str | None = _option(
         None,
-        "folder that receives every stage of every graph as Python that runs",
+        "folder that receives every stage of every graph as Python that runs, the plan and the "
+        "trees",
         kind=(str, type(None)),
         in_key=False,
     )

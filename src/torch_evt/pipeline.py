@@ -40,7 +40,15 @@ from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
 from torch_evt.partition.region import Region
-from torch_evt.passes import Pass, State, describing, falling_back, new_folder, write_dump
+from torch_evt.passes import (
+    Pass,
+    State,
+    describing,
+    falling_back,
+    new_folder,
+    write_dump,
+    write_plan,
+)
 from torch_evt.replaced import PlacedRegion
 from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
 from torch_evt.tree.text import to_text
@@ -204,7 +212,9 @@ def partition(
     else:
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
     with describing(options):
-        _report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
+        plan = _training_plan(state, halves, forward, inputs, other, kwargs, joint)
+        _report(plan)
+        write_plan(state, plan)
     return forward, backward
 
 
@@ -235,7 +245,9 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
             if state.kernels:
                 replace_contents(graph, state.module.graph)
     with describing(options):
-        _report(_inference_plan(state))
+        plan = _inference_plan(state)
+        _report(plan)
+        write_plan(state, plan)
 
 
 def _halves(
@@ -376,7 +388,7 @@ def _training_plan(
         if isinstance(v, fx.Node)
     )
     inductor_bytes: int | None = None
-    if _observers.get():
+    if _observers.get() or joint.options.dump is not None:
         plain = forward
         if any(half.kernels for half in halves):
             plain, _ = run_partitioner(original, inputs, other, dict(kwargs))

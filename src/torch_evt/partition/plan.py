@@ -6,6 +6,8 @@ written as JSON. Names are those of the nodes after canonicalise.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,3 +99,16 @@ class Plan:
     versions: dict[str, str]
     graphs: tuple[GraphPlan, ...]
     notes: tuple[str, ...] = field(default=())
+
+
+def group_regions(regions: Iterable[RegionPlan]) -> list[list[RegionPlan]]:
+    """Regions with equal half, main loop, tree and shape together, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[RegionPlan]] = defaultdict(list)
+    for region in regions:
+        groups[region.half, region.mainloop, region.tree, region.shape].append(region)
+    return list(groups.values())
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one value."""
+    return sum(values) / len(values)

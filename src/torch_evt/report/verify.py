@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from torch_evt import backend, pipeline
 from torch_evt.comparison import UNIT, Comparison, compare
@@ -31,16 +31,16 @@ from torch_evt.partition.describe import versions
 from torch_evt.partition.plan import GraphPlan, RegionPlan
 from torch_evt.replaced import NoSize, PlacedRegion
 from torch_evt.report import region_nodes, reproduction
-from torch_evt.report.explain import Loss, loss_in
+from torch_evt.report.explain import Loss
 from torch_evt.report.operands import Operands
+from torch_evt.report.step import Step, Tensors, devices_of, tensors_of
 from torch_evt.report.verification import RegionVerdict, Verification
 from torch_evt.runtime.check import Fault, Run, listening
-from torch_evt.testing import Fp64Arithmetic, copy_inputs, fp64_copy, run_step
-from torch_evt.torch_compat import caches_disabled, compile_id, new_code
+from torch_evt.testing import Fp64Arithmetic, fp64_copy
+from torch_evt.torch_compat import caches_disabled, compile_id
 from torch_evt.tree.text import to_text
 
 Backend = Callable[..., Callable[..., Any]]
-Step = dict[str, Tensor]
 
 
 def verify(
@@ -70,7 +70,7 @@ def verify(
     option and VerifyError for a model that cannot be copied, or that raises.
     """
     merged = _merged(options, model, inputs, kwargs)
-    step = _Step.of(model, inputs, dict(kwargs or {}), loss, seed)
+    step = Step.of(model, inputs, dict(kwargs or {}), loss, seed)
     eager = step.run(step.copied(), "eager")
     audit = _Audit(merged, seed, folder if write else None, write)
     ours = audit.run(step, merged, backend)
@@ -80,7 +80,7 @@ def verify(
     found = Verification(
         regions=verdicts,
         step=comparison,
-        device=_devices(model, inputs, kwargs)[0].type,
+        device=devices_of(model, inputs, kwargs)[0].type,
         versions=versions(),
         folder=audit.folder,
         notes=tuple(notes),
@@ -98,136 +98,10 @@ def _merged(
         backend.check_options(options)
     given = dict(options or {})
     split(given)
-    if all(emitter_for(device) is None for device in _devices(model, inputs, kwargs)):
+    if all(emitter_for(device) is None for device in devices_of(model, inputs, kwargs)):
         given.setdefault("evt.place", "always")
     given.setdefault("evt.rng", "eager")
     return {**given, "evt.verify": True}
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, nn.Module):
-            found += [*value.parameters(), *value.buffers()]
-        found += [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
-    return found
-
-
-def _devices(*values: Any) -> list[torch.device]:
-    found = list(dict.fromkeys(tensor.device for tensor in _tensors(*values)))
-    return found or [torch.device("cpu")]
-
-
-class _Function(nn.Module):
-    """A function as a module without parameters."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What is run: the model, on copies of the inputs. find: output -> loss; None: inference."""
-
-    model: nn.Module
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    find: Loss | None
-    seed: int
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        model: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        loss: Loss | None,
-        seed: int,
-    ) -> _Step:
-        module = model if isinstance(model, nn.Module) else _Function(model)
-        bare = cls(module, inputs, kwargs, None, seed, ())
-        trial = bare.copied()
-        torch.manual_seed(seed)
-        try:
-            output = trial(*copy_inputs(inputs), **copy_inputs(kwargs))
-            find = loss_in(output) if loss is None else loss
-            scalar = None if find is None else find(output)
-        except Exception as error:
-            raise VerifyError(
-                f"the model or its loss raises in eager, without torch_evt: "
-                f"{type(error).__name__}: {error}; mend that first"
-            ) from error
-        if find is None:
-            note = "no loss was found in the output: the forward pass alone was verified"
-            return replace(bare, notes=(note,))
-        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
-            what = tuple(scalar.shape) if isinstance(scalar, Tensor) else type(scalar).__name__
-            raise VerifyError(f"loss must make a scalar of the output, not {what}")
-        if not scalar.requires_grad:
-            note = "nothing needs a gradient: the forward pass alone was verified"
-            return replace(bare, notes=(note,))
-        return replace(bare, find=find)
-
-    def copied(self) -> nn.Module:
-        """A copy of the model. Raises VerifyError where there can be none."""
-        try:
-            return copy.deepcopy(self.model)
-        except Exception as error:
-            raise VerifyError(
-                f"the model cannot be copied ({type(error).__name__}: {error}); verify works on "
-                "copies, so give it a model that copy.deepcopy takes"
-            ) from error
-
-    def function(self, model: nn.Module) -> Callable[..., Any]:
-        """What to compile: (inputs, kwargs) -> the loss, or the output for inference."""
-        find = self.find
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            output = model(*args, **kwargs)
-            return output if find is None else find(output)
-
-        return new_code(step)
-
-    def run(
-        self,
-        model: nn.Module,
-        what: str,
-        call: Callable[..., Any] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Step:
-        """One step of `model`, through `call` where given. Raises VerifyError where it raises."""
-        function = self.function(model) if call is None else call
-        args, kwargs = copy_inputs(self.inputs, dtype), copy_inputs(self.kwargs, dtype)
-
-        def called(*given: Any) -> Any:
-            return function(*given, **kwargs)
-
-        try:
-            if self.find is None:
-                return self._infer(model, called, args)
-            found = run_step(model, args, lambda scalar: scalar, compiled=called, seed=self.seed)
-            del found["output:"]  # the loss again
-            return found
-        except Exception as error:
-            raise VerifyError(f"the {what} step raises {type(error).__name__}: {error}") from error
-
-    def _infer(self, model: nn.Module, call: Callable[..., Any], args: Any) -> Step:
-        torch.manual_seed(self.seed)
-        with torch.no_grad():
-            output = call(*args)
-        paths, _ = torch.utils._pytree.tree_flatten_with_path(output)
-        found = {
-            "output:" + torch.utils._pytree.keystr(path): leaf.clone()
-            for path, leaf in paths
-            if isinstance(leaf, Tensor)
-        }
-        buffers = {f"buffer:{name}": b.clone() for name, b in model.named_buffers()}
-        return {**found, **buffers}
 
 
 @dataclass
@@ -267,7 +141,7 @@ class _Audit:
         self.graphs: list[_Captured] = []
         self.operands = Operands()
 
-    def run(self, step: _Step, options: Mapping[str, Any], compile_with: Backend) -> Step | None:
+    def run(self, step: Step, options: Mapping[str, Any], compile_with: Backend) -> Tensors | None:
         """The compiled step's tensors; None where it raised after a region was found wrong."""
 
         def capturing(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -365,9 +239,9 @@ def _verdict(region: PlacedRegion, plan: RegionPlan | None, found: _Found | None
 
 
 def _against_fp64(
-    step: _Step,
-    ours: Step | None,
-    eager: Step,
+    step: Step,
+    ours: Tensors | None,
+    eager: Tensors,
     options: Mapping[str, Any],
     dtype: torch.dtype | None,
     audit: _Audit,
@@ -378,7 +252,7 @@ def _against_fp64(
         return None
     if (
         options["evt.rng"] != "eager"
-        or _devices(step.model, step.inputs, step.kwargs)[0].type != "cpu"
+        or devices_of(step.model, step.inputs, step.kwargs)[0].type != "cpu"
     ):
         other = replace(step, seed=step.seed + 1)
         again = other.run(step.copied(), "eager")
@@ -398,9 +272,9 @@ def _against_fp64(
     return compare(ours, eager, exact, dtype or _coarsest(step, audit), seed=step.seed)
 
 
-def _coarsest(step: _Step, audit: _Audit) -> torch.dtype:
+def _coarsest(step: Step, audit: _Audit) -> torch.dtype:
     """The floating dtype with the largest u among all that the step is known to compute in."""
-    tensors = _tensors(step.model, step.inputs, step.kwargs)
+    tensors = tensors_of(step.model, step.inputs, step.kwargs)
     found = {t.dtype for t in tensors}
     found |= {t.dtype for region in audit.placed.values() for t in region.traced}
     for device in {t.device.type for t in tensors}:
