@@ -107,8 +107,8 @@ def explain(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from torch_evt import workloads
-    from torch_evt.report.explain import explain as plan_of
     from torch_evt.partition.plan_json import to_json_text
+    from torch_evt.report.explain import explain as plan_of
     from torch_evt.report.render import render
 
     if ":" in what:
