@@ -28,10 +28,10 @@ from rich.table import Table
 
 from torch_evt import workloads
 from torch_evt.errors import EvtError
+from torch_evt.partition.describe import versions
 from torch_evt.report.bench import device_name
 from torch_evt.report.bench_process import COMPILE, Answer, Request, in_fresh_process
 from torch_evt.report.bench_subject import DEVICES, DTYPES, subject
-from torch_evt.report.explain import versions
 
 LIMIT = 1.3
 MODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {

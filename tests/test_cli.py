@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it ends."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from click.testing import CliRunner, Result
 from torch_evt.cli import main
 from torch_evt.devices import device
 from torch_evt.partition.plan import Plan
+from torch_evt.partition.plan_json import to_json
 from torch_evt.report import doctor
 from torch_evt.report.doctor import Check
-from torch_evt.report.plan_json import to_json
+from torch_evt.report.verification import RegionVerdict, Verification
+from torch_evt.runtime.check import Fault
 
 
 class Explained:
@@ -55,7 +58,7 @@ def _evt(*arguments: str) -> Result:
 def test_help_lists_every_command() -> None:
     result = _evt("--help")
     assert result.exit_code == 0
-    assert all(command in result.output for command in ("doctor", "demo", "explain"))
+    assert all(command in result.output for command in ("doctor", "demo", "explain", "verify"))
 
 
 def test_explain_passes_size_dtype_and_options_on_and_prints_the_plan(
@@ -143,6 +146,49 @@ def test_errors_that_are_not_ours_keep_their_traceback(
     monkeypatch.setattr(sys, "path", list(sys.path))
     result = _evt("explain", "my_broken_model:make")
     assert isinstance(result.exception, RuntimeError) and str(result.exception) == "mine"
+
+
+def test_verify_says_that_a_workload_is_right_and_writes_json(tmp_path: Path) -> None:
+    """With Inductor's own code."""
+    torch._dynamo.reset()
+    result = _evt("verify", "mlp", "--seed", "3", "--json", str(tmp_path / "verdict.json"))
+    assert result.exit_code == 0, result.output
+    assert re.search(r"all \d regions and \d+ tensors are right", result.output)
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["passed"] and {r["half"] for r in verdict["regions"]} == {"forward", "backward"}
+    assert {"loss:", "grad:up.weight", "grad:down.weight"} <= {
+        t["name"] for t in verdict["tensors"]
+    }
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_verify_passes_its_options_on_and_ends_with_1_where_something_is_wrong(
+    passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[dict[str, Any]] = []
+    fault = Fault("wrong", "output 0", "at (1, 2) it is [3] in place of 4", (1, 2))
+    region = RegionVerdict(
+        "region7", "0/0", "backward", "mm_3", ("mm_3",), "tree", 1, True, () if passed else (fault,)
+    )
+
+    def verified(model: Any, *inputs: Any, **given: Any) -> Verification:
+        calls.append({"model": model, "inputs": inputs, "grad": torch.is_grad_enabled(), **given})
+        return Verification((region,), None, "cpu", {})
+
+    monkeypatch.setattr("torch_evt.report.verify.verify", verified)
+    arguments = f"--dtype bf16 --seed 5 --inference --target h200 --folder {tmp_path} --json -"
+    result = _evt("verify", "mlp", *arguments.split())
+    assert result.exit_code == (0 if passed else 1), result.output
+    verdict = json.loads(result.stdout)
+    assert verdict["first_wrong"] == (None if passed else "region7")
+    (call,) = calls
+    assert (call["seed"], call["folder"], call["grad"]) == (5, str(tmp_path), False)
+    assert call["loss"] is None and not call["model"].training
+    assert call["options"] == {"evt.target": "h200"}
+    assert call["inputs"][0].dtype == torch.bfloat16
+    result = _evt("verify", "mlp")
+    assert ("[3] in place of 4" in result.output) != passed
+    assert calls[1]["grad"] and callable(calls[1]["loss"]) and calls[1]["options"] == {}
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("note", 0), ("broken", 1)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import runpy
 import subprocess
 import sys
@@ -14,23 +16,27 @@ import torch
 from tests.tracing import assert_same, run, trace
 from torch import Tensor, fx, nn
 
-from interpreted import PLACE, interpreted
-from torch_evt import dump, passes, pipeline
+import torch_evt
+from interpreted import PLACE, interpreted, run_graph
+from torch_evt import backend, dump, passes, pipeline
 from torch_evt.graphs import copy_of
+from torch_evt.torch_compat import caches_disabled
+from torch_evt.tree.text import parse, to_text
 
 aten = torch.ops.aten
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
+        self.dropout = dropout
         self.first = nn.Linear(32, 24)
         self.second = nn.Linear(24, 16)
         self.register_buffer("mask", torch.rand(12, 24) > 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = nn.functional.gelu(self.first(x)) * self.mask
-        return torch.tanh(self.second(nn.functional.dropout(hidden, 0.2)))
+        return torch.tanh(self.second(nn.functional.dropout(hidden, self.dropout)))
 
 
 def step(folder: Path, **options: Any) -> None:
@@ -126,8 +132,10 @@ def test_every_stage_of_a_training_step_runs_as_a_script(dumped: Dumped) -> None
     (training,) = folder.glob("*joint*")
     program = (
         "import runpy, sys\n"
-        "for path in sys.argv[1:]:\n"
+        "files = sys.argv[1:]\n"
+        "for path in files:\n"
         "    print('#', path)\n"
+        "    sys.argv = [path]\n"
         "    runpy.run_path(path, run_name='__main__')\n"
     )
     files = sorted(map(str, training.glob("*.py")))
@@ -137,6 +145,89 @@ def test_every_stage_of_a_training_step_runs_as_a_script(dumped: Dumped) -> None
     assert len(printed) == len(files)
     for output in printed:
         assert "torch.float32" in output
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_dumped_half_gives_the_numbers_of_the_real_step(tmp_path: Path, dynamic: bool) -> None:
+    """Each half as it was compiled, run alone by `python FILE INPUTS RESULTS` on real inputs."""
+    calls: list[tuple[list[Any], list[Any]]] = []
+
+    def kept(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def recording(module: fx.GraphModule, example_inputs: Any, **given: Any) -> Any:
+        compiled = run_graph(module, example_inputs, **given)
+
+        def run_and_keep(arguments: list[Any]) -> Any:
+            before = [kept(value) for value in arguments]
+            results = compiled(arguments)
+            calls.append((before, [kept(value) for value in results]))
+            return results
+
+        run_and_keep._boxed_call = True  # type: ignore[attr-defined]
+        return run_and_keep
+
+    def recorded(module: fx.GraphModule, inputs: Any, **given: Any) -> Any:
+        with caches_disabled():
+            return backend.compile_with(module, inputs, inner_compile=recording, **given)
+
+    torch._dynamo.reset()
+    torch.manual_seed(4)
+    model, x = Layers(dropout=0.0), torch.randn(12, 32)
+    options = {**PLACE, "evt.dump": str(tmp_path)}
+    compiled = torch.compile(model, backend=recorded, options=options, dynamic=dynamic)
+    compiled(x).square().sum().backward()
+    (folder,) = tmp_path.iterdir()
+    for (inputs, wanted), half in zip(calls, ("forward", "backward"), strict=True):
+        assert sum(isinstance(value, Tensor) for value in inputs) >= 4
+        stages = sorted(folder.glob(f"*_{half}_*.py"))
+        for path in (stages[0], stages[-1]):  # as it was cut, and as it was compiled
+            given, got = tmp_path / "inputs.pt", tmp_path / "results.pt"
+            torch.save(inputs, given)
+            command = [sys.executable, str(path), str(given), str(got)]
+            env = {**os.environ, "PYTHONPATH": str(Path(torch_evt.__file__).parents[1])}
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
+            assert done.returncode == 0, done.stderr
+            results = torch.load(got, weights_only=True)
+            assert len(results) == len(wanted) and "torch.float32" in done.stdout
+            compiled_now = path == stages[-1]
+            assert ("region_" in path.read_text()) == compiled_now
+            for ours, theirs in zip(results, wanted, strict=True):
+                if isinstance(theirs, Tensor) and theirs.is_floating_point():
+                    assert theirs.any()
+                    assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+                else:
+                    same = torch.equal if isinstance(theirs, Tensor) else int.__eq__
+                    assert same(ours, theirs)
+
+
+def test_the_plan_and_the_trees_are_written(dumped: Dumped) -> None:
+    folder, _ = dumped
+    for graph, halves in (("joint", {"forward", "backward"}), ("inference", {"inference"})):
+        (where,) = folder.glob(f"*_{graph}")
+        plan = json.loads((where / "plan.json").read_text())
+        assert plan["schema"] == 1 and plan["target"] == "h200" and plan["captured_on"] == "cpu"
+        (described,) = plan["graphs"]
+        assert {region["half"] for region in described["regions"]} == halves
+        if graph == "joint":
+            assert described["saved_bytes"] > 0 and described["inductor_saved_bytes"] > 0
+        trees = (where / "trees.txt").read_text()
+        texts = [line for line in trees.splitlines() if line and not line.startswith("#")]
+        assert len(texts) == sum(region["count"] for region in described["regions"]) >= 2
+        assert set(texts) == {region["tree"] for region in described["regions"]}
+        for text in texts:
+            assert to_text(parse(text)) == text
+        for region in described["regions"]:
+            assert f"# {region['name']}, {region['half']}: " in trees
+        placed = "".join(path.read_text() for path in where.glob("*_expand.py"))
+        assert all(text in placed for text in texts)
+
+
+def test_a_graph_left_to_inductor_has_its_plan_too(tmp_path: Path) -> None:
+    step(tmp_path, **{"evt.place": "never"})
+    plans = [json.loads(path.read_text()) for path in tmp_path.rglob("plan.json")]
+    assert len(plans) == 2
+    assert all(plan["graphs"][0]["regions"] for plan in plans)  # planned, not placed
 
 
 def test_a_second_dump_never_overwrites_the_first(tmp_path: Path) -> None:

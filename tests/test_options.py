@@ -20,7 +20,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "tune": ("auto", "off"),
     "strict": (False, True),
     "poison": (False, True),
-    "verify": (False,),
+    "verify": (False, True),
     "disable": ((), ["plan"], ("plan", "gelu_erf")),
     "dump": (None, "folder"),
     "memory_budget": (None,),
@@ -33,7 +33,6 @@ GOOD: dict[str, tuple[Any, ...]] = {
 UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "rng": ("grouped",),
     "tune": ("full",),
-    "verify": (True,),
     "memory_budget": (2**30,),
     "loss_chunk": (128,),
     "save_weight": (0.5,),

@@ -7,7 +7,7 @@
     joint partition             rewrites of the joint graph; choosing and placing regions
     passes decisions            running passes; what was decided: logs, observers, kept plans
     pipeline backend            the order of it all; how torch.compile reaches it
-    testing workloads report    the error standard; models; explain, demo, doctor
+    testing workloads report    the error standard; models; explain, verify, bench, demo
 
 Importing the package registers the backend; everything else is imported when it is used.
 """
@@ -21,7 +21,7 @@ from torch_evt.version import __version__
 
 register_entry_point("evt", "torch_evt.backend:evt")
 
-__all__ = ["__version__", "check_options", "evt", "explain"]
+__all__ = ["__version__", "check_options", "evt", "explain", "verify"]
 
 
 def __getattr__(name: str) -> Any:
@@ -33,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from torch_evt.report.explain import explain
 
         return explain
+    if name == "verify":
+        from torch_evt.report.verify import verify
+
+        return verify
     raise AttributeError(f"module 'torch_evt' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: `evt doctor | demo | explain | bench`.
+"""The command line: `evt doctor | demo | explain | bench | verify`.
 
 An error that torch_evt raises on purpose is printed as one line and ends the program with 2. What
 a command needs is imported when it runs.
@@ -107,8 +107,8 @@ def explain(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from torch_evt import workloads
+    from torch_evt.partition.plan_json import to_json_text
     from torch_evt.report.explain import explain as plan_of
-    from torch_evt.report.plan_json import to_json_text
     from torch_evt.report.render import render
 
     if ":" in what:
@@ -220,6 +220,80 @@ def bench(
     elif json_path is not None:
         Path(json_path).write_text(to_json_text(result), encoding="utf-8")
     sys.exit(not result.sound)
+
+
+@main.command()
+@click.argument("what", metavar="WORKLOAD|MODULE:FUNCTION")
+@click.option("--size", default="tiny", show_default=True, help="tiny, small or paper.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    default="fp32",
+    show_default=True,
+    help="Of weights.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of weights, inputs and dropout.")
+@click.option("--target", help="Device to price for; by default the one present, else h200.")
+@click.option("--inference", is_flag=True, help="Verify the forward pass alone, in eval mode.")
+@click.option(
+    "--folder",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False),
+    callback=_check_parent,
+    help="Where to write a reproduction of what is wrong; by default a new temporary folder.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+    callback=_check_parent,
+    help="Write the verdict as JSON; - is stdout.",
+)
+def verify(
+    what: str,
+    size: str,
+    dtype: str,
+    seed: int,
+    target: str | None,
+    inference: bool,
+    folder: str | None,
+    json_path: str | None,
+) -> None:
+    """Check every kernel of one training step, and the step, against fp64; 1 if any is wrong.
+
+    WORKLOAD is one of this package's; MODULE:FUNCTION a function of yours, found from the current
+    folder, that returns (model, inputs, loss). --size and --dtype are for workloads only.
+    """
+    import torch
+    from rich.console import Console
+
+    from torch_evt import workloads
+    from torch_evt.report.verification import render, to_json_text
+    from torch_evt.report.verify import verify as verified
+
+    chosen = getattr(torch, DTYPES[dtype])
+    if ":" in what:
+        model, inputs, loss = workloads.load(what)
+    else:
+        model, inputs, loss = workloads.get(what, size).make(seed, dtype=chosen)
+    options = {} if target is None else {"evt.target": target}
+    with torch.set_grad_enabled(not inference):
+        found = verified(
+            model.eval() if inference else model,
+            *inputs,
+            loss=None if inference else loss,
+            options=options,
+            seed=seed,
+            folder=folder,
+        )
+    if json_path == "-":
+        click.echo(to_json_text(found), nl=False)
+    else:
+        Console().print(render(found))
+        if json_path is not None:
+            Path(json_path).write_text(to_json_text(found), encoding="utf-8")
+    sys.exit(0 if found.passed else 1)
 
 
 if __name__ == "__main__":

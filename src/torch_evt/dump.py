@@ -1,7 +1,9 @@
-"""Writing graphs as Python that runs: one file a stage, headed by the pass and its time.
+"""Writing graphs as Python that runs: one file a stage, headed by the pass and its time; and the
+plan of each graph, as JSON and as the text of its trees.
 
 Each file holds the graph as a function and, below it, a call of that function on random tensors of
-the traced shapes, strides and dtypes, so that a stage can be run, profiled or cut down alone.
+the traced shapes, strides and dtypes, so that a stage can be run, profiled or cut down alone. With
+a file of saved inputs as its argument it runs on those; a second argument takes the results.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torch_evt.partition.plan import Plan
+from torch_evt.partition.plan_json import to_json_text
 from torch_evt.torch_compat import size_hint
 
 
@@ -35,6 +39,17 @@ def write_stage(folder: Path, stage: str, module: fx.GraphModule, seconds: float
     path = folder / f"{number:02d}_{stage}.py"
     path.write_text(source(module, f"{stage}, {seconds * 1e3:.1f} ms"))
     return path
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """Write the plan of one graph: plan.json, as `partition.plan_json` has it, and trees.txt."""
+    (folder / "plan.json").write_text(to_json_text(plan), encoding="utf-8")
+    blocks = [
+        f"# {region.name}, {region.half}: {', '.join(region.nodes)}\n{region.tree}\n"
+        for graph in plan.graphs
+        for region in graph.regions
+    ]
+    (folder / "trees.txt").write_text("\n".join(blocks), encoding="utf-8")
 
 
 def source(module: fx.GraphModule, title: str) -> str:
@@ -62,8 +77,10 @@ def source(module: fx.GraphModule, title: str) -> str:
     body = "\n".join("    " + line for line in code.src.strip().splitlines())
     return f'''"""{title}: {counted} operations."""
 
-import torch
+import sys
 from math import inf, nan
+
+import torch
 from torch import device
 
 import torch_evt.backend  # registers the operators
@@ -91,11 +108,15 @@ def inputs():
 
 
 if __name__ == "__main__":
-    for i, result in enumerate(Graph()(*inputs())):
+    given = torch.load(sys.argv[1], weights_only=True) if len(sys.argv) > 1 else inputs()
+    results = Graph()(*given)
+    for i, result in enumerate(results):
         if isinstance(result, torch.Tensor):
             print(i, tuple(result.shape), result.dtype, float(result.double().norm()))
         else:
             print(i, result)
+    if len(sys.argv) > 2:
+        torch.save(list(results), sys.argv[2])
 '''
 
 

@@ -41,6 +41,14 @@ class BenchError(EvtError):
     """A measurement that cannot be made as asked."""
 
 
+class VerifyError(EvtError):
+    """A model whose step cannot be verified as asked."""
+
+
+class RegionError(EvtError):
+    """Under `evt.verify`: a region that did not compute what its tree says."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a node was not fused.

@@ -90,16 +90,18 @@ class Options:
     )
     verify: bool = _option(
         False,
-        "check every region of a real step against its tree in fp64",
+        "check every region against its tree in fp64 each time it runs, and raise RegionError, "
+        "which names the region, where it is wrong; fills outputs with NaN before, as poison "
+        "does; slow; for a report on a whole step see torch_evt.verify",
         kind=bool,
-        available=(False,),
     )
     disable: tuple[str, ...] = _option(
         (), "passes, or functions of trees, that are left out, by name", kind=(tuple, list)
     )
     dump: str | None = _option(
         None,
-        "folder that receives every stage of every graph as Python that runs",
+        "folder that receives every stage of every graph as Python that runs, the plan and the "
+        "trees",
         kind=(str, type(None)),
         in_key=False,
     )

@@ -15,11 +15,12 @@ from torch import fx
 from torch_evt import dump
 from torch_evt.devices import Device
 from torch_evt.errors import PassError
-from torch_evt.graphs import signature, verify
+from torch_evt.graphs import signature, tensor_of, verify
 from torch_evt.options import Options
+from torch_evt.partition.describe import versions
 from torch_evt.partition.greedy import Choice
 from torch_evt.partition.halves import Label
-from torch_evt.partition.plan import Half, RegionPlan
+from torch_evt.partition.plan import GraphPlan, Half, Plan, RegionPlan
 from torch_evt.torch_compat import compile_id, timed
 
 log = logging.getLogger("torch_evt")
@@ -82,6 +83,18 @@ def write_dump(state: State, stage: str, seconds: float) -> None:
     except OSError as failure:
         log.warning("evt.dump: nothing more is written, for %s", failure)
         state.folder = None
+
+
+def write_plan(state: State, plan: GraphPlan) -> None:
+    """Add the plan to the graph's dump, if there is one."""
+    if state.folder is None:
+        return
+    found = (tensor_of(node) for node in state.module.graph.nodes)
+    device = next((tensor.device.type for tensor in found if tensor is not None), "cpu")
+    try:
+        dump.write_plan(state.folder, Plan(device, state.device.name, versions(), (plan,)))
+    except OSError as failure:
+        log.warning("evt.dump: the plan is not written, for %s", failure)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_evt import decisions, devices, passes
+from torch_evt import decisions, devices, passes, replaced
 from torch_evt.decisions import observed as observed
 from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
@@ -38,7 +38,16 @@ from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
 from torch_evt.partition.region import Region
-from torch_evt.passes import Pass, State, describing, falling_back, new_folder, write_dump
+from torch_evt.passes import (
+    Pass,
+    State,
+    describing,
+    falling_back,
+    new_folder,
+    write_dump,
+    write_plan,
+)
+from torch_evt.replaced import PlacedRegion
 from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
 from torch_evt.tree.text import to_text
 
@@ -86,15 +95,29 @@ def _recheck(state: State) -> None:
 
 def _place(state: State) -> None:
     placed = []
-    replaced: dict[fx.Node, fx.Node] = {}
+    done: dict[fx.Node, fx.Node] = {}
+    half = state.half or "inference"
     for chosen in state.choice.chosen:
+        region = chosen.priced.region
+        name = f"{compile_id()} {half} {region.anchor.name}"
+        nodes = replaced.nodes_of(region, done) if _watchers.get() else None
         try:
             kernel = place.place(
-                state.module.graph, chosen.priced.region, replaced, poison=state.options.poison
+                state.module.graph,
+                region,
+                done,
+                poison=state.options.poison,
+                name=name if state.options.verify else None,
             )
         except place.CannotPlace as error:
-            state.notes.append(f"{chosen.priced.region.anchor.name}: {error}")
+            state.notes.append(f"{region.anchor.name}: {error}")
             continue
+        if nodes is not None:
+            record = replaced.placed(
+                kernel, region, nodes, done, name=name, half=half, rules=_rules(state)
+            )
+            for watcher in _watchers.get():
+                watcher(record)
         state.kernels.append(kernel)
         placed.append(chosen)
     state.module.graph.eliminate_dead_code()  # views that only replaced nodes read
@@ -125,6 +148,20 @@ BEFORE_CUT: tuple[Pass, ...] = (EXPAND,)
 HALF: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, RECHECK, PLACE, EXPAND)
 INFERENCE: tuple[Pass, ...] = (CANONICALISE, EAGER_DROPOUT, RECOMPOSE, PLAN)
 PLACE_INFERENCE: tuple[Pass, ...] = (PLACE, EXPAND)
+
+
+Watcher = Callable[[PlacedRegion], None]
+_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("torch_evt_watchers", default=())
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Call `watcher` with the record of every region that is placed inside the block."""
+    token = _watchers.set((*_watchers.get(), watcher))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
 
 
 def partition(
@@ -160,7 +197,9 @@ def partition(
     else:
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
     with describing(options):
-        decisions.report(_training_plan(state, halves, forward, inputs, other, kwargs, joint))
+        plan = _training_plan(state, halves, forward, inputs, other, kwargs, joint)
+        decisions.report(plan)
+        write_plan(state, plan)
     return forward, backward
 
 
@@ -194,7 +233,9 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
             if state.kernels:
                 replace_contents(graph, state.module.graph)
     with describing(options):
-        decisions.report(_inference_plan(state))
+        plan = _inference_plan(state)
+        decisions.report(plan)
+        write_plan(state, plan)
 
 
 def _halves(
@@ -321,7 +362,7 @@ def _training_plan(
         if isinstance(v, fx.Node)
     )
     inductor_bytes: int | None = None
-    if decisions.has_observers():
+    if decisions.has_observers() or joint.options.dump is not None:
         plain = forward
         if any(half.kernels for half in halves):
             plain, _ = run_partitioner(original, inputs, other, dict(kwargs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
@@ -50,6 +51,7 @@ __all__ = [
     "inductor_config",
     "inductor_generators",
     "inductor_settings",
+    "new_code",
     "register_entry_point",
     "reset_cudagraph_trees",
     "run_graph_pass",
@@ -197,6 +199,16 @@ def compile_id() -> str:
 
     current = CompileContext.current_compile_id()
     return "-" if current is None else str(current)
+
+
+def new_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own: Dynamo keeps what it compiled with the code
+    object, so that calls of the copy are apart from all others (torch/_dynamo/eval_frame.py)."""
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=function.__name__)
+    return types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 def common_subexpressions(graph: fx.Graph) -> fx.Graph:

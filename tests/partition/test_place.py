@@ -278,6 +278,35 @@ def test_the_second_of_two_regions_reads_what_the_first_left() -> None:
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
 
 
+@pytest.mark.parametrize("widen", [False, True], ids=["view", "cast"])
+def test_a_region_may_read_what_another_leaves_only_as_a_view_or_a_cast_of_it(widen: bool) -> None:
+    """Loads see through both, down to a node that the first region holds and nobody else reads."""
+
+    def f(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        z = x.view(15, 8) @ w
+        seen = z.float() if widen else z.view(3, 5, 16)
+        y = torch.tanh(seen)
+        product = y.reshape(15, 16).to(z.dtype) @ u
+        return torch.tanh(product.float() if widen else product.view(3, 5, 16)) + seen
+
+    dtype = torch.bfloat16 if widen else torch.float32
+    inputs = [t.to(dtype) for t in weights((3, 5, 8), (8, 16), (16, 16))]
+    module = trace(f, *inputs)
+    ready = prepared(module)
+    first, second = (
+        max((r for r in regions(ready.graph) if r.anchor is anchor), key=lambda r: len(r.nodes))
+        for anchor, _ in candidates.anchors(ready.graph)
+    )
+    held = {n for n in first.nodes if n not in {m for o in first.outputs for m in o.nodes}}
+    assert held & {i.node for i in second.inputs}  # the case that this test is about
+    replaced: dict[fx.Node, fx.Node] = {}
+    for region in (first, second):
+        place.place(ready.graph, region, replaced, poison=True)
+    ready.graph.lint()
+    (ours,), (theirs,) = run(ready, *inputs), run(module, *inputs)
+    assert (ours - theirs).norm() <= (2e-2 if widen else 1e-5) * theirs.norm()
+
+
 def test_metadata_of_the_product_goes_to_the_kernel() -> None:
     module = prepared(trace(lambda a, b: torch.tanh(a @ b), *weights((16, 8), (8, 12))))
     (region,) = regions(module.graph)

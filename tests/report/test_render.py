@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from torch_evt.partition.plan import Plan
+from torch_evt.partition.plan import Plan, group_regions
 from torch_evt.report import render
-from torch_evt.report.render import group_regions, microseconds, size, to_text
+from torch_evt.report.render import microseconds, size, to_text
 
 Plans = Callable[..., Plan]
 

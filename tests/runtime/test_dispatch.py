@@ -46,6 +46,18 @@ def test_spec_round_trips_with_and_without_poison():
         dispatch.read_spec("poison: poison: " + SPEC)
 
 
+def test_spec_with_the_name_of_a_region_to_be_checked():
+    tree = parse(SPEC)
+    spec = dispatch.write_spec(tree, name="0/0 backward mm_2")
+    read = dispatch.read_spec(spec)
+    assert spec == "verify 0/0 backward mm_2: " + SPEC
+    assert (read.tree, read.text, read.poison, read.name) == (tree, SPEC, True, "0/0 backward mm_2")
+    assert dispatch.read_spec(SPEC).name is None
+    inputs = tensors()
+    for wanted, result in zip(evaluate(tree, inputs), dispatch.run(spec, inputs, []), strict=True):
+        assert torch.equal(result, wanted)
+
+
 def test_run_allocates_or_fills_the_given_buffers():
     inputs = tensors()
     expected = evaluate(parse(SPEC), inputs)
@@ -91,11 +103,11 @@ class Incomplete:
 def use_emitter(monkeypatch):
     def use(emitter):
         monkeypatch.setattr(emit, "EMITTERS", MappingProxyType({"cpu": emitter}))
-        dispatch._kernel.cache_clear()
+        dispatch.kernel_of.cache_clear()
         return emitter
 
     yield use
-    dispatch._kernel.cache_clear()
+    dispatch.kernel_of.cache_clear()
 
 
 def test_poison_shows_what_a_kernel_leaves_unwritten(use_emitter):

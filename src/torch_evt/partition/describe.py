@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from torch_evt.partition.price import product_us
 from torch_evt.partition.region import Region
 from torch_evt.tree.ir import Load, Reduce, Store, postorder, roots
 from torch_evt.tree.text import to_text
+from torch_evt.version import __version__
 
 aten = torch.ops.aten
 
@@ -137,3 +139,12 @@ def _unfused(left: Left, half: Half, device: Device) -> Unfused:
         modelled_us=left.best.modelled_us if left.best else None,
         replaced_us=left.best.replaced_us if left.best else product_us(left.anchor, device),
     )
+
+
+def versions() -> dict[str, str]:
+    """The versions of what decides a plan, by name."""
+    return {
+        "torch_evt": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }

@@ -40,12 +40,14 @@ def place(
     replaced: dict[fx.Node, fx.Node],
     *,
     poison: bool = False,
+    name: str | None = None,
 ) -> fx.Node:
     """Replace the region's nodes by its operator; returns the operator's node.
 
     The operator reads the region's inputs, viewed where needed, and its outputs take the names of
     the nodes they replace. replaced: nodes that earlier regions of this graph replaced, and by
     what; this region's are added, its aliases too, each as a view that is dead if nobody reads it.
+    poison, name: as for `write_spec`.
     Raises CannotPlace, with the graph unchanged, where a size is needed that no node of the graph
     computes, or an input that is not in the graph any more.
     """
@@ -77,7 +79,7 @@ def place(
             value = _value(given.node)
             seen = value.as_strided(given.view, given.strides, value.storage_offset())
             inputs.append(_call(graph, aten.view.default, (given.node, created(view)), seen))
-        spec = write_spec(region.tree, poison)
+        spec = write_spec(region.tree, poison, name)
         numbers = created(arguments)
         values = ([_value(i) for i in inputs], spec, [_number(n) for n in numbers])
         symbolic = has_symbols(values[0], values[2])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -134,3 +135,16 @@ def digest(plan: GraphPlan) -> str:
     for name in ("id", "inductor_saved_bytes", "from_cache"):
         del data[name]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def group_regions(regions: Iterable[RegionPlan]) -> list[list[RegionPlan]]:
+    """Regions with equal half, main loop, tree and shape together, in order of first appearance."""
+    groups: dict[tuple[object, ...], list[RegionPlan]] = defaultdict(list)
+    for region in regions:
+        groups[region.half, region.mainloop, region.tree, region.shape].append(region)
+    return list(groups.values())
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one value."""
+    return sum(values) / len(values)

@@ -34,6 +34,7 @@ from torch import nn
 from torch_evt import backend
 from torch_evt.emit import emitter_for
 from torch_evt.errors import BenchError, OptionError
+from torch_evt.partition.describe import versions
 from torch_evt.report import bench_subject, bench_timing
 from torch_evt.report.bench_process import (
     COMPILE,
@@ -46,7 +47,6 @@ from torch_evt.report.bench_process import (
 )
 from torch_evt.report.bench_subject import Mode, Step, Subject
 from torch_evt.report.bench_timing import Run, Samples
-from torch_evt.report.explain import versions
 from torch_evt.runtime import counters
 from torch_evt.torch_compat import cache_folder_set
 

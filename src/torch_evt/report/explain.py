@@ -8,8 +8,6 @@ nothing of the caller's changes: no gradient, no buffer, no random state, no com
 from __future__ import annotations
 
 import copy
-import platform
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +23,10 @@ from torch._subclasses.fake_tensor import (
 from torch_evt import backend, devices, options, pipeline
 from torch_evt.errors import ExplainError
 from torch_evt.options import Options
+from torch_evt.partition.describe import versions
 from torch_evt.partition.plan import GraphPlan, Plan
 from torch_evt.report.opaque_attention import replace_attention
-from torch_evt.torch_compat import caches_disabled, inductor_config
-from torch_evt.version import __version__
+from torch_evt.torch_compat import caches_disabled, inductor_config, new_code
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -134,7 +132,7 @@ def _step(
 ) -> Callable[..., Any]:
     """The function to trace: the model with its loss."""
     output = model(*inputs, **kwargs)
-    find = _loss_in(output) if loss is None else loss
+    find = loss_in(output) if loss is None else loss
     if find is not None and not isinstance(find(output), torch.Tensor):
         raise ExplainError(
             f"loss must make a tensor of the output, not {type(find(output)).__name__}"
@@ -152,14 +150,10 @@ def _step(
             return model(*args, **kw)
 
     chosen = inference if find is None else step
-    # Dynamo keeps what it compiled with the code object; a new one each time keeps calls apart.
-    code = chosen.__code__.replace(co_name=chosen.__name__)
-    return types.FunctionType(
-        code, chosen.__globals__, chosen.__name__, chosen.__defaults__, chosen.__closure__
-    )
+    return new_code(chosen)
 
 
-def _loss_in(output: Any) -> Loss | None:
+def loss_in(output: Any) -> Loss | None:
     """How to get the scalar loss out of an output like this one."""
     if isinstance(output, torch.Tensor):
         return (lambda result: result) if output.dim() == 0 and output.requires_grad else None
@@ -180,12 +174,3 @@ def _device_of(*values: Any) -> str:
             if isinstance(leaf, torch.Tensor):
                 return leaf.device.type
     return "cpu"
-
-
-def versions() -> dict[str, str]:
-    """The versions that a plan or a measurement depends on."""
-    return {
-        "torch_evt": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

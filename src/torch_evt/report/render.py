@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from torch_evt.partition.plan import GraphPlan, Half, Plan, RegionPlan, Unfused
+from torch_evt.partition.plan import (
+    GraphPlan,
+    Half,
+    Plan,
+    RegionPlan,
+    Unfused,
+    group_regions,
+    mean,
+)
 
 HALVES: tuple[Half, ...] = ("forward", "backward", "inference")
 
@@ -38,19 +45,6 @@ def to_text(plan: Plan, width: int = 100) -> str:
     with console.capture() as capture:
         console.print(render(plan))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
-
-
-def group_regions(regions: Iterable[RegionPlan]) -> list[list[RegionPlan]]:
-    """Regions with equal half, main loop, tree and shape together, in order of first appearance."""
-    groups: dict[tuple[object, ...], list[RegionPlan]] = defaultdict(list)
-    for region in regions:
-        groups[region.half, region.mainloop, region.tree, region.shape].append(region)
-    return list(groups.values())
-
-
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean of at least one value."""
-    return sum(values) / len(values)
 
 
 def microseconds(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """Runs one region: finds the kernel of a spec for a device and calls it.
 
 A spec is a tree's text, after "poison: " where every new output is to be filled with NaN before the
-kernel runs, so that an element which the kernel leaves unwritten cannot pass for a right one.
+kernel runs, so that an element which the kernel leaves unwritten cannot pass for a right one, or
+after "verify NAME: " where besides the kernel is to be checked on every call (`runtime.check`).
 """
 
 from __future__ import annotations
@@ -16,37 +17,50 @@ from torch import Tensor
 
 from torch_evt.emit import Kernel, emitter_for
 from torch_evt.emit.reference import REFERENCE
+from torch_evt.runtime import check
 from torch_evt.runtime.counters import region_runs
 from torch_evt.tree.ir import Tree
 from torch_evt.tree.shapes import OutputSpec, Size, check_inputs, output_specs
 from torch_evt.tree.text import parse, to_text
 
 POISON = "poison: "
+VERIFY = "verify "
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A spec taken apart. text: the tree's, without the prefix."""
+    """A spec taken apart. text: the tree's, without the prefix. name: the region's, where it is to
+    be checked on every call; poison: also true then."""
 
     text: str
     tree: Tree
     poison: bool
+    name: str | None = None
 
 
-def write_spec(tree: Tree, poison: bool = False) -> str:
-    """The spec that stands for a tree in a graph."""
+def write_spec(tree: Tree, poison: bool = False, name: str | None = None) -> str:
+    """The spec that stands for a tree in a graph.
+
+    name: of a region that is to be checked on every call; must not hold a colon and a space.
+    """
+    if name is not None:
+        return f"{VERIFY}{name}: {to_text(tree)}"
     return POISON + to_text(tree) if poison else to_text(tree)
 
 
 @functools.cache
 def read_spec(spec: str) -> Spec:
     """Parse a spec. Raises TreeError for a text that is no tree's."""
+    if spec.startswith(VERIFY):
+        name, _, text = spec.removeprefix(VERIFY).partition(": ")
+        return Spec(text, parse(text), poison=True, name=name)
     text = spec.removeprefix(POISON)
     return Spec(text, parse(text), poison=spec.startswith(POISON))
 
 
 @functools.cache
-def _kernel(text: str, device: torch.device) -> Kernel:
+def kernel_of(text: str, device: torch.device) -> Kernel:
+    """What runs a tree, given by its text, on a device: the emitter's kernel, or the reference."""
     tree = read_spec(text).tree
     emitter = emitter_for(device)
     if emitter is None or emitter.supports(tree) is not None:
@@ -105,7 +119,8 @@ def run(
     inputs: the operands' tensors in order, then the arguments. sizes: the divisors of the tree's
     index maps. out: buffers for the new outputs; allocated here if None. overwritten: the
     arguments that stores overwrite. Nothing is validated, except under poison, which raises
-    TreeError for inputs that do not fit the tree.
+    TreeError for inputs that do not fit the tree; and a region with a name is checked, which raises
+    RegionError where nobody listens (`runtime.check`).
     """
     region = read_spec(spec)
     region_runs[region.text] += 1
@@ -122,7 +137,11 @@ def run(
     if region.poison:
         for output in outputs:
             output.fill_(poison_value(output.dtype))
-    _kernel(region.text, device)(inputs, sizes, outputs, overwritten)
+    kernel = kernel_of(region.text, device)
+    if region.name is None:
+        kernel(inputs, sizes, outputs, overwritten)
+    else:
+        check.run(region.name, region.tree, kernel, inputs, sizes, outputs, overwritten)
     return outputs
 
 

@@ -19,8 +19,7 @@ import json
 import math
 from typing import Any
 
-from torch_evt.partition.plan import GraphPlan, Plan, RegionPlan
-from torch_evt.report.render import group_regions, mean
+from torch_evt.partition.plan import GraphPlan, Plan, RegionPlan, group_regions, mean
 
 SCHEMA = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_evt.partition.plan import Plan
-from torch_evt.report.plan_json import to_json, to_json_text
+from torch_evt.partition.plan_json import to_json, to_json_text
 
 Plans = Callable[..., Plan]
 
