@@ -31,8 +31,8 @@ def test_every_round_runs_each_once_and_starts_with_another(
     names = ["a", "b", "c"]
     runs = {name: lambda name=name: order.append(name) for name in names}
     found = interleaved(runs, 4, CPU)
-    rounds = ["".join(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert rounds == ["cab", "abc", "bca", "cab", "abc"]  # the first is not timed
+    timed = order[len(names) * bench_timing.TRIALS :]
+    assert ["".join(timed[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
     assert found == {name: Samples((1000.0,) * 4) for name in names}
 
 
@@ -46,11 +46,36 @@ def test_a_sample_is_the_mean_of_enough_calls(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bench_timing, "seconds", seconds)
     monkeypatch.setattr(bench_timing, "SAMPLE_S", 0.02)
     found = interleaved({"a": lambda: None}, 2, CPU)
-    assert asked == [1, 7, 7]
+    assert asked == [1] * bench_timing.TRIALS + [7, 7]
     assert found["a"].ms == pytest.approx((3.0, 3.0))  # type: ignore[union-attr]
 
 
-def test_a_run_that_stops_running_leaves_the_others_alone() -> None:
+def test_a_disturbed_call_changes_no_sample_and_all_samples_have_as_many_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("quick", "slow", "disturbed")
+    asked: dict[str, list[int]] = {name: [] for name in names}
+
+    def seconds(run: Any, calls: int, device: Any) -> float:
+        name = run()
+        asked[name].append(calls)
+        if name == "disturbed" and len(asked[name]) == 1:
+            return 0.5
+        return (0.004 if name == "slow" else 0.001) * calls
+
+    monkeypatch.setattr(bench_timing, "seconds", seconds)
+    monkeypatch.setattr(bench_timing, "SAMPLE_S", 0.02)
+    interleaved({name: lambda name=name: name for name in names}, 3, CPU)
+    assert all(calls == [1] * bench_timing.TRIALS + [20] * 3 for calls in asked.values())
+
+
+@pytest.mark.parametrize("stops_at", [2, 500])
+def test_a_run_that_stops_running_leaves_the_others_alone(
+    stops_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        bench_timing, "seconds", lambda run, calls, device: [run() for _ in range(calls)] and 1e-4
+    )
     calls = {"good": 0, "bad": 0}
 
     def good() -> None:
@@ -58,11 +83,11 @@ def test_a_run_that_stops_running_leaves_the_others_alone() -> None:
 
     def bad() -> None:
         calls["bad"] += 1
-        if calls["bad"] == 2:
+        if calls["bad"] == stops_at:
             raise RuntimeError("out of memory")
 
     found = interleaved({"bad": bad, "good": good}, 3, CPU)
-    assert isinstance(found["bad"], RuntimeError) and calls["bad"] == 2
+    assert isinstance(found["bad"], RuntimeError) and calls["bad"] == stops_at
     assert isinstance(found["good"], Samples) and len(found["good"].ms) == 3
 
 

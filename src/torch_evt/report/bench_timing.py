@@ -1,8 +1,10 @@
 """Timing several modes in one process, interleaved, so that a drift of the machine meets them all.
 
-Every round takes one sample of every run, beginning with another one each round; a sample is a few
-calls in a row, at least `SAMPLE_S` long. On a GPU all runs are CUDA graphs captured in the same
-way, or none is.
+Every round takes one sample of every run, beginning with another one each round. A sample is some
+calls in a row, at least `SAMPLE_S` of the quickest run and as many of every other: on a machine
+that is not idle a short sample is either undisturbed or badly disturbed, and its median cannot be
+compared with that of a long one. On a GPU all runs are CUDA graphs captured in the same way, or
+none is.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch_evt.report.bench_subject import Call
 
 SAMPLE_S = 0.02
+TRIALS = 5
+"""Calls of each run that decide how many make a sample: one alone may be disturbed."""
 WARM_UPS = 3
 """Calls before anything is timed or captured: the first compiles."""
 
@@ -122,24 +126,25 @@ def interleaved(
     """Samples of every run, by its name. A run that raises gets its exception and no more turns."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, Exception] = {}
-    calls: dict[str, int] = {}
     enabled = gc.isenabled()
     gc.collect()
     gc.freeze()  # so that what a round leaves behind is found in no time
     gc.disable()
     try:
-        for number in range(-1, rounds):  # round -1 finds out how many calls make a sample
+        quickest = math.inf
+        for name, run in runs.items():
+            try:
+                quickest = min(quickest, *(seconds(run, 1, device) for _ in range(TRIALS)))
+            except Exception as error:
+                failed[name] = error
+        calls = max(1, math.ceil(SAMPLE_S / max(quickest, 1e-7)))
+        for number in range(rounds):
             gc.collect()
             for name in _rotated(tuple(runs), number):
                 if name in failed:
                     continue
                 try:
-                    if number < 0:
-                        once = seconds(runs[name], 1, device)
-                        calls[name] = max(1, math.ceil(SAMPLE_S / max(once, 1e-7)))
-                    else:
-                        took = seconds(runs[name], calls[name], device)
-                        found[name].append(1e3 * took / calls[name])
+                    found[name].append(1e3 * seconds(runs[name], calls, device) / calls)
                 except Exception as error:
                     failed[name] = error
     finally:
