@@ -36,6 +36,7 @@ from torch_evt.joint import canonicalise, common_subexpressions, eager_dropout, 
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
+from torch_evt.partition.elementwise import is_elementwise
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
@@ -85,6 +86,12 @@ def _recheck(state: State) -> None:
     if kept is None:
         state.notes.append(f"{state.half}: min-cut decided otherwise, so it was planned anew")
         kept = []
+    moved = {n for n in graph.nodes if _moved(n, state)}
+    standing = [region for region in kept if not _touches(region, moved)]
+    if len(standing) < len(kept):
+        anew = len(kept) - len(standing)
+        state.notes.append(f"{state.half}: {anew} planned anew, for min-cut moved what stands there")
+        kept = standing
     state.choice = choose(graph, state.device, rules, fixed=kept)
 
 
@@ -214,6 +221,7 @@ def _halves(
 ) -> tuple[State, ...]:
     labels, choice = joint.labels, joint.choice
     planned = describe.regions_of(choice, labels)
+    labels_by_name = {node.name: label for node, label in labels.items()}
     passes.run(BEFORE_CUT, joint)
     to_cut, names = renumbered(joint.module)
     planned = tuple(describe.renamed(region, names) for region in planned)
@@ -227,6 +235,9 @@ def _halves(
             joint.device,
             half=name,
             planned=tuple(region for region in planned if region.half == name),
+            joint_labels={
+                names[old]: label for old, label in labels_by_name.items() if old in names
+            },
             folder=joint.folder,
         )
         write_dump(state, "cut", 0.0)
@@ -257,6 +268,23 @@ def _planned_regions(
             return None
         found.append(same[0])
     return found
+
+
+def _moved(node: fx.Node, state: State) -> bool:
+    """Whether min-cut put an operation into a half that the plan did not expect it in."""
+    expected = state.joint_labels.get(node.name, state.half)
+    return (
+        is_elementwise(node)
+        and expected != state.half
+        and not (expected == "either" and state.half == "backward")
+    )
+
+
+def _touches(region: Region, nodes: set[fx.Node]) -> bool:
+    """Whether a region reads one of the nodes, or one of them reads it."""
+    return any(
+        other in nodes for node in region.nodes for other in (*node.users, *node.all_input_nodes)
+    )
 
 
 def _rules(state: State) -> Rules:
