@@ -30,7 +30,7 @@ class State:
     """What the passes of one graph share.
 
     module: the graph being rewritten. labels: each node's half. planned: the joint plan's regions
-    of this half. joint_labels: the half that the joint plan expected each node in, by its name here.
+    of this half. joint_labels: the half that the plan expected each node in, by its name here.
     choice: what was chosen here. kernels: the operators placed.
     """
 

@@ -32,7 +32,14 @@ from torch_evt.graphs import (
     replace_contents,
     tensor_of,
 )
-from torch_evt.joint import canonicalise, common_subexpressions, eager_dropout, recompose
+from torch_evt.joint import (
+    algebra,
+    canonicalise,
+    common_subexpressions,
+    eager_dropout,
+    recompose,
+    reduction_elimination,
+)
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
@@ -67,6 +74,18 @@ def _recompose(state: State) -> None:
     recompose.apply(state.module.graph, exact_rounding=state.options.precision == "eager")
 
 
+def _eliminate_reductions(state: State) -> None:
+    graph, exact = state.module.graph, state.options.precision == "eager"
+    if reduction_elimination.apply(graph, exact_rounding=exact):
+        common_subexpressions.apply(graph)
+
+
+def _algebra(state: State) -> None:
+    graph = state.module.graph
+    if state.options.precision == "fused" and algebra.apply(graph):
+        common_subexpressions.apply(graph)
+
+
 def _plan(state: State) -> None:
     graph = state.module.graph
     if state.half is None:
@@ -90,7 +109,9 @@ def _recheck(state: State) -> None:
     standing = [region for region in kept if not _touches(region, moved)]
     if len(standing) < len(kept):
         anew = len(kept) - len(standing)
-        state.notes.append(f"{state.half}: {anew} planned anew, for min-cut moved what stands there")
+        state.notes.append(
+            f"{state.half}: {anew} planned anew, for min-cut moved what stands there"
+        )
         kept = standing
     state.choice = choose(graph, state.device, rules, fixed=kept)
 
@@ -120,6 +141,8 @@ CANONICALISE = Pass("canonicalise", _canonicalise)
 EAGER_DROPOUT = Pass("eager_dropout", _eager_dropout)
 COMMON_SUBEXPRESSIONS = Pass("common_subexpressions", _merge_equal)
 RECOMPOSE = Pass("recompose", _recompose)
+REDUCTION_ELIMINATION = Pass("reduction_elimination", _eliminate_reductions)
+ALGEBRA = Pass("algebra", _algebra)
 PLAN = Pass("plan", _plan)
 RECHECK = Pass("recheck", _recheck)
 PLACE = Pass("place", _place)
@@ -130,11 +153,20 @@ JOINT: tuple[Pass, ...] = (
     EAGER_DROPOUT,
     COMMON_SUBEXPRESSIONS,
     RECOMPOSE,
+    REDUCTION_ELIMINATION,
+    ALGEBRA,
     PLAN,
 )
 BEFORE_CUT: tuple[Pass, ...] = (EXPAND,)
 HALF: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, RECHECK, PLACE, EXPAND)
-INFERENCE: tuple[Pass, ...] = (CANONICALISE, EAGER_DROPOUT, RECOMPOSE, PLAN)
+INFERENCE: tuple[Pass, ...] = (
+    CANONICALISE,
+    EAGER_DROPOUT,
+    RECOMPOSE,
+    REDUCTION_ELIMINATION,
+    ALGEBRA,
+    PLAN,
+)
 PLACE_INFERENCE: tuple[Pass, ...] = (PLACE, EXPAND)
 
 
