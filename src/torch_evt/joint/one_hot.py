@@ -65,7 +65,8 @@ def one_hot_in(x: Any, depth: int = DEPTH) -> OneHot | None:
         return None if axis is None else replace(inner, axis=axis, viewed=True)
     places = x.args[:2] if x.target in PRODUCTS else x.args[:1]
     if x.target is aten.where.self:
-        places = tuple(x.args[i] for i in (1, 2) if number_of(x.args[3 - i]) == 0)
+        zero_last, zero_first = (number_of(x.args[i]) == 0 for i in (2, 1))
+        places = x.args[:2] if zero_last else x.args[2:3] if zero_first else ()
     elif x.target not in TENSORS:
         return None
     return next((hot for a in places if (hot := one_hot_in(a, depth - 1)) is not None), None)

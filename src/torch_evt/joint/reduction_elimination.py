@@ -302,10 +302,14 @@ class _Elimination:
         if x.target in PRODUCTS and not isinstance(arguments[0], fx.Node):
             arguments = arguments[::-1]
         first = arguments[0]
+        if x.target is aten.where.self and not isinstance(first, fx.Node):
+            return arguments[1]
         if not isinstance(first, fx.Node):
             if x.target in PRODUCTS and number_of(first) is not None:
                 return first * arguments[1]
-            return -first if x.target is aten.neg.default else first if x.target is CONVERT else None
+            return (
+                -first if x.target is aten.neg.default else first if x.target is CONVERT else None
+            )
         if x.target in PRODUCTS and first.meta["val"].dtype == x.meta["val"].dtype:
             if arguments[1] == 1.0:
                 return first
