@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import sympy
@@ -16,6 +17,7 @@ from torch import fx
 
 from torch_evt.errors import PassError
 
+aten = torch.ops.aten
 Size = int | torch.SymInt
 
 
@@ -209,6 +211,49 @@ def verify(graph: fx.Graph, before: list[tuple[Any, ...]], name: str) -> None:
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             raise PassError(f"{name} changed input or result {i} from {old} to {new}")
+
+
+_TAGS = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "nn_module_stack")
+
+
+def insert(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any
+) -> fx.Node:
+    """A new call at the graph's insertion point, traced on the fake tensors of its arguments.
+
+    like: the node whose place it is to take; its tags, and its fake mode, are the new node's.
+    """
+    node = graph.call_function(target, args, kwargs)
+    node.meta.update({key: like.meta[key] for key in _TAGS if key in like.meta})
+    values = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with getattr(like.meta["val"], "fake_mode", nullcontext()):
+        node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """Put a node that was just inserted in another's place, name included."""
+    name = old.name
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+    rename(new, name)
+
+
+def same_checkpoint(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes belong to one checkpoint, so that they may become one node."""
+    return all(a.meta.get(tag) == b.meta.get(tag) for tag in ("recompute", "ac_graph_id"))
+
+
+def number_of(value: Any) -> float | None:
+    """The value of a Python number, or of a node that makes a 0-dimensional constant."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, fx.Node):
+        if value.target is aten.scalar_tensor.default:
+            return float(value.args[0])  # type: ignore[arg-type]
+        if value.target is aten.full.default and not value.args[0]:
+            return float(value.args[1])  # type: ignore[arg-type]
+    return None
 
 
 def rename(node: fx.Node, name: str) -> None:

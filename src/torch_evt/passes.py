@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,8 @@ class State:
     """What the passes of one graph share.
 
     module: the graph being rewritten. labels: each node's half. planned: the joint plan's regions
-    of this half. choice: what was chosen here. kernels: the operators placed.
+    of this half. joint_labels: the half that the plan expected each node in, by its name here.
+    choice: what was chosen here. kernels: the operators placed.
     """
 
     module: fx.GraphModule
@@ -40,6 +41,7 @@ class State:
     half: Half | None = None
     num_forward_outputs: int = 0
     planned: tuple[RegionPlan, ...] = ()
+    joint_labels: Mapping[str, Label] = field(default_factory=dict)
     labels: dict[fx.Node, Label] = field(default_factory=dict)
     choice: Choice = Choice((), ())
     kernels: list[fx.Node] = field(default_factory=list)

@@ -30,10 +30,18 @@ from torch_evt.graphs import (
     replace_contents,
     tensor_of,
 )
-from torch_evt.joint import canonicalise, common_subexpressions, eager_dropout, recompose
+from torch_evt.joint import (
+    algebra,
+    canonicalise,
+    common_subexpressions,
+    eager_dropout,
+    recompose,
+    reduction_elimination,
+)
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
+from torch_evt.partition.elementwise import is_elementwise
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
@@ -71,6 +79,18 @@ def _recompose(state: State) -> None:
     recompose.apply(state.module.graph, exact_rounding=state.options.precision == "eager")
 
 
+def _eliminate_reductions(state: State) -> None:
+    graph, exact = state.module.graph, state.options.precision == "eager"
+    if reduction_elimination.apply(graph, exact_rounding=exact):
+        common_subexpressions.apply(graph)
+
+
+def _algebra(state: State) -> None:
+    graph = state.module.graph
+    if state.options.precision == "fused" and algebra.apply(graph):
+        common_subexpressions.apply(graph)
+
+
 def _plan(state: State) -> None:
     graph = state.module.graph
     if state.half is None:
@@ -90,6 +110,14 @@ def _recheck(state: State) -> None:
     if kept is None:
         state.notes.append(f"{state.half}: min-cut decided otherwise, so it was planned anew")
         kept = []
+    moved = {n for n in graph.nodes if _moved(n, state)}
+    standing = [region for region in kept if not _touches(region, moved)]
+    if len(standing) < len(kept):
+        anew = len(kept) - len(standing)
+        state.notes.append(
+            f"{state.half}: {anew} planned anew, for min-cut moved what stands there"
+        )
+        kept = standing
     state.choice = choose(graph, state.device, rules, fixed=kept)
 
 
@@ -132,6 +160,8 @@ CANONICALISE = Pass("canonicalise", _canonicalise)
 EAGER_DROPOUT = Pass("eager_dropout", _eager_dropout)
 COMMON_SUBEXPRESSIONS = Pass("common_subexpressions", _merge_equal)
 RECOMPOSE = Pass("recompose", _recompose)
+REDUCTION_ELIMINATION = Pass("reduction_elimination", _eliminate_reductions)
+ALGEBRA = Pass("algebra", _algebra)
 PLAN = Pass("plan", _plan)
 RECHECK = Pass("recheck", _recheck)
 PLACE = Pass("place", _place)
@@ -142,11 +172,20 @@ JOINT: tuple[Pass, ...] = (
     EAGER_DROPOUT,
     COMMON_SUBEXPRESSIONS,
     RECOMPOSE,
+    REDUCTION_ELIMINATION,
+    ALGEBRA,
     PLAN,
 )
 BEFORE_CUT: tuple[Pass, ...] = (EXPAND,)
 HALF: tuple[Pass, ...] = (CANONICALISE, RECOMPOSE, RECHECK, PLACE, EXPAND)
-INFERENCE: tuple[Pass, ...] = (CANONICALISE, EAGER_DROPOUT, RECOMPOSE, PLAN)
+INFERENCE: tuple[Pass, ...] = (
+    CANONICALISE,
+    EAGER_DROPOUT,
+    RECOMPOSE,
+    REDUCTION_ELIMINATION,
+    ALGEBRA,
+    PLAN,
+)
 PLACE_INFERENCE: tuple[Pass, ...] = (PLACE, EXPAND)
 
 
@@ -243,6 +282,7 @@ def _halves(
 ) -> tuple[State, ...]:
     labels, choice = joint.labels, joint.choice
     planned = describe.regions_of(choice, labels)
+    labels_by_name = {node.name: label for node, label in labels.items()}
     passes.run(BEFORE_CUT, joint)
     to_cut, names = renumbered(joint.module)
     planned = tuple(describe.renamed(region, names) for region in planned)
@@ -256,6 +296,9 @@ def _halves(
             joint.device,
             half=name,
             planned=tuple(region for region in planned if region.half == name),
+            joint_labels={
+                names[old]: label for old, label in labels_by_name.items() if old in names
+            },
             folder=joint.folder,
         )
         write_dump(state, "cut", 0.0)
@@ -286,6 +329,23 @@ def _planned_regions(
             return None
         found.append(same[0])
     return found
+
+
+def _moved(node: fx.Node, state: State) -> bool:
+    """Whether min-cut put an operation into a half that the plan did not expect it in."""
+    expected = state.joint_labels.get(node.name, state.half)
+    return (
+        is_elementwise(node)
+        and expected != state.half
+        and not (expected == "either" and state.half == "backward")
+    )
+
+
+def _touches(region: Region, nodes: set[fx.Node]) -> bool:
+    """Whether a region reads one of the nodes, or one of them reads it."""
+    return any(
+        other in nodes for node in region.nodes for other in (*node.users, *node.all_input_nodes)
+    )
 
 
 def _rules(state: State) -> Rules:

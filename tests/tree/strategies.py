@@ -47,7 +47,7 @@ Draw = Callable[[st.SearchStrategy], object]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LOADED = (*FLOATS, torch.float8_e4m3fn, torch.int64, torch.int32, torch.uint8, torch.bool)
 JUMPS = ("relu_grad", "relu_backward")
-GROWS = ("exp", "log", "sqrt", "rsqrt", "reciprocal", "div")
+GROWS = ("exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "reciprocal", "div")
 
 
 @dataclass

@@ -18,7 +18,9 @@ AGAINST = {
     "neg": lambda x: -x,
     "abs": lambda x: x.abs(),
     "exp": lambda x: x.exp(),
+    "expm1": lambda x: x.expm1(),
     "log": lambda x: x.log(),
+    "log1p": torch.special.log1p,
     "sqrt": lambda x: x.sqrt(),
     "rsqrt": lambda x: 1 / x.sqrt(),
     "reciprocal": lambda x: 1 / x,
@@ -40,7 +42,7 @@ GRADIENTS = {
     "silu_grad": functional.silu,
 }
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-POSITIVE = ("log", "sqrt", "rsqrt")
+POSITIVE = ("log", "log1p", "sqrt", "rsqrt")
 
 
 def random(name: str, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -108,6 +110,13 @@ def test_every_derivative_equals_autograd_in_fp64(name):
         (expected,) = torch.autograd.grad(function.formula(*leaves).sum(), leaves[i])
         factor = evaluated(derivative(*values), dict(zip(values, tensors, strict=True)))
         torch.testing.assert_close(factor.expand_as(expected), expected)
+
+
+@pytest.mark.parametrize("name", ["expm1", "log1p"])
+def test_functions_near_zero_keep_the_small_argument(name):
+    x = torch.randn(200).abs() * 1e-6 + 1e-9
+    result = FUNCTIONS[name].formula(x).double()
+    torch.testing.assert_close(result, AGAINST[name](x.double()), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["maximum", "minimum", "abs"])

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_evt.graphs import rename, same_sizes, tensor_of
+from torch_evt.graphs import number_of, rename, same_checkpoint, same_sizes, tensor_of
 from torch_evt.runtime.named_functions import NAMED
 from torch_evt.torch_compat import decomposition_table
 
@@ -161,9 +161,7 @@ def _match(pattern: Pattern, node: fx.Node) -> dict[fx.Node, fx.Node] | None:
         intermediate_mask = value.dtype == torch.bool and inner.op != "placeholder"
         if value.dtype != result.dtype and not intermediate_mask:
             return None
-        if inner.op != "placeholder" and any(
-            outer.meta.get(tag) != node.meta.get(tag) for tag in ("recompute", "ac_graph_id")
-        ):
+        if inner.op != "placeholder" and not same_checkpoint(outer, node):
             return None
     return bound
 
@@ -177,7 +175,7 @@ def _match_node(
         return bound if bound[inner] is outer else None
     if inner.op == "placeholder":
         return {**bound, inner: outer}
-    if _constant(inner) is not None and _constant(inner) == _constant(outer):
+    if number_of(inner) is not None and number_of(inner) == number_of(outer):
         return {**bound, inner: outer}
     if outer.op != "call_function" or outer.target != inner.target:
         return None
@@ -203,15 +201,6 @@ def _match_arguments(
             return None
         bound = extended
     return bound
-
-
-def _constant(node: fx.Node) -> float | None:
-    """The value of a node that makes a 0-dimensional constant."""
-    if node.target is aten.scalar_tensor.default:
-        return float(node.args[0])  # type: ignore[arg-type]
-    if node.target is aten.full.default and not node.args[0]:
-        return float(node.args[1])  # type: ignore[arg-type]
-    return None
 
 
 def _match_argument(

@@ -36,7 +36,9 @@ _FUNCTIONS: dict[Any, str] = {
     aten.neg.default: "neg",
     aten.abs.default: "abs",
     aten.exp.default: "exp",
+    aten.expm1.default: "expm1",
     aten.log.default: "log",
+    aten.log1p.default: "log1p",
     aten.sqrt.default: "sqrt",
     aten.rsqrt.default: "rsqrt",
     aten.reciprocal.default: "reciprocal",
@@ -46,6 +48,8 @@ _FUNCTIONS: dict[Any, str] = {
     aten.relu.default: "relu",
     aten.maximum.default: "maximum",
     aten.minimum.default: "minimum",
+    aten.clamp_min.default: "maximum",
+    aten.clamp_max.default: "minimum",
     aten.where.self: "where",
     aten.eq.Scalar: "eq",
     aten.eq.Tensor: "eq",
@@ -72,6 +76,9 @@ _FUNCTIONS.update({op: name for name, op in NAMED.items() if name not in _BACKWA
 _GRADIENTS: dict[Any, str] = {
     NAMED[name]: name.removesuffix("_backward") + "_grad" for name in sorted(_BACKWARDS)
 }
+
+_COMPOSED: dict[Any, str] = {aten.pow.Tensor_Scalar: "pow", aten.sign.default: "sign"}
+"""Operations that are a tree of several functions."""
 
 VIEWS = frozenset(
     {
@@ -120,20 +127,20 @@ def is_elementwise(node: fx.Node) -> bool:
         node.target in _FUNCTIONS
         or node.target in _GRADIENTS
         or node.target in _IDENTITIES
-        or node.target in (CONVERT, aten.pow.Tensor_Scalar)
+        or node.target in _COMPOSED
+        or node.target is CONVERT
     )
 
 
 def function_of(node: fx.Node) -> str | None:
     """The name of the tree function that a node computes, for people and for `evt.disable`."""
-    if node.target is aten.pow.Tensor_Scalar:
-        return "pow"
-    return _FUNCTIONS.get(node.target) or _GRADIENTS.get(node.target)
+    target = node.target
+    return _FUNCTIONS.get(target) or _GRADIENTS.get(target) or _COMPOSED.get(target)
 
 
 def function_names() -> list[str]:
     """Every name that `function_of` can give."""
-    return sorted({"pow", *_FUNCTIONS.values(), *_GRADIENTS.values()})
+    return sorted({*_FUNCTIONS.values(), *_GRADIENTS.values(), *_COMPOSED.values()})
 
 
 def is_arithmetic(node: fx.Node) -> bool:
@@ -155,6 +162,8 @@ def value_of(node: fx.Node, argument: Callable[[Any], Value]) -> Value | None:
         return Cast(argument(node.args[0]), dtype)
     if target is aten.pow.Tensor_Scalar:
         return _power(argument(node.args[0]), node.args[1])
+    if target is aten.sign.default:
+        return _sign(argument(node.args[0])) if _is_float(node) else None
     if target in _BOOL_ONLY and not _is_bool(node):
         return None
     if target in _GRADIENTS:  # g * f'(x)
@@ -192,18 +201,40 @@ def _float_constants(node: fx.Node, name: str, arguments: list[Value]) -> list[V
     ]
 
 
+_LARGEST_POWER = 8
+
+
 def _power(base: Value, exponent: Any) -> Value | None:
-    if exponent == 2:
-        return Compute("mul", (base, base))
-    if exponent == 3:
-        return Compute("mul", (Compute("mul", (base, base)), base))
-    if exponent == 0.5:
-        return Compute("sqrt", (base,))
+    """base ** exponent as products, a root and a reciprocal; None where it is not made of these."""
+    if isinstance(exponent, bool) or not isinstance(exponent, (int, float)):
+        return None
+    size = abs(float(exponent))
+    if size == 0 or size > _LARGEST_POWER or not (2 * size).is_integer():
+        return None
     if exponent == -0.5:
         return Compute("rsqrt", (base,))
-    if exponent == -1:
-        return Compute("reciprocal", (base,))
-    return None
+    whole = int(size)
+    value = base
+    for bit in bin(whole)[3:]:
+        value = Compute("mul", (value, value))
+        if bit == "1":
+            value = Compute("mul", (value, base))
+    if size != whole:
+        root = Compute("sqrt", (base,))
+        value = Compute("mul", (value, root)) if whole else root
+    return Compute("reciprocal", (value,)) if exponent < 0 else value
+
+
+def _sign(x: Value) -> Value:
+    """-1, 0 or 1; 0 for NaN, as torch.sign has it."""
+    zero = Const(0.0)
+    not_positive = Compute("where", (Compute("lt", (x, zero)), Const(-1.0), zero))
+    return Compute("where", (Compute("gt", (x, zero)), Const(1.0), not_positive))
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and value.dtype.is_floating_point
 
 
 def _is_bool(node: fx.Node) -> bool:

@@ -1,4 +1,8 @@
-"""The greedy plan: the region with the largest gain first, as long as one gains anything."""
+"""The greedy plan: the region with the largest gain first, as long as one gains anything.
+
+Of equal gains the later anchor's: where two products meet (a gated form, a residual), the later one
+loads what the earlier one has left.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +102,7 @@ def choose(
     while True:
         best = max(
             ((rank[a][0], a) for a in open_anchors if rank[a] and rank[a][0].gain_us > 0),
-            key=lambda pair: (pair[0].gain_us, -positions[pair[1]]),
+            key=lambda pair: (pair[0].gain_us, positions[pair[1]]),
             default=None,
         )
         if best is None:

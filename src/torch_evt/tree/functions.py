@@ -127,7 +127,9 @@ def _elementary() -> list[Function]:
 
     return [
         one("exp", torch.exp, lambda x: _call("exp", x)),
+        one("expm1", torch.expm1, lambda x: _call("exp", x)),
         one("log", torch.log, lambda x: _call("reciprocal", x)),
+        one("log1p", torch.log1p, lambda x: _call("reciprocal", _call("add", _ONE, x))),
         one("sqrt", torch.sqrt, lambda x: _call("mul", Const(0.5), _call("rsqrt", x))),
         one(
             "rsqrt",
