@@ -3,7 +3,7 @@ plan of each graph, as JSON and as the text of its trees.
 
 Each file holds the graph as a function and, below it, a call of that function on random tensors of
 the traced shapes, strides and dtypes, so that a stage can be run, profiled or cut down alone. With
-a file of saved inputs as its argument it runs on those; a second argument takes the results.
+--inputs FILE it runs on a saved list of inputs; --results FILE saves the list of results.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def source(module: fx.GraphModule, title: str) -> str:
     body = "\n".join("    " + line for line in code.src.strip().splitlines())
     return f'''"""{title}: {counted} operations."""
 
-import sys
+import argparse
 from math import inf, nan
 
 import torch
@@ -108,15 +108,20 @@ def inputs():
 
 
 if __name__ == "__main__":
-    given = torch.load(sys.argv[1], weights_only=True) if len(sys.argv) > 1 else inputs()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--inputs", help="a list that torch.save wrote; by default random ones")
+    parser.add_argument("--results", help="a file to write the results to")
+    arguments, _ = parser.parse_known_args()
+    saved = arguments.inputs
+    given = inputs() if saved is None else torch.load(saved, weights_only=True)
     results = Graph()(*given)
     for i, result in enumerate(results):
         if isinstance(result, torch.Tensor):
             print(i, tuple(result.shape), result.dtype, float(result.double().norm()))
         else:
             print(i, result)
-    if len(sys.argv) > 2:
-        torch.save(list(results), sys.argv[2])
+    if arguments.results is not None:
+        torch.save(list(results), arguments.results)
 '''
 
 
