@@ -6,6 +6,10 @@ import torch
 
 from .growing import Growing, Value, is_wide
 
+ACTIVATIONS = (
+    "F.gelu({})", 'F.gelu({}, approximate="tanh")', "F.silu({})", "torch.tanh({})",
+    "torch.sigmoid({})", "F.relu({})", "torch.exp({} * 0.3)", "torch.erf({})",
+)  # fmt: skip
 SMOOTH = (
     "F.gelu({})", 'F.gelu({}, approximate="tanh")', "F.silu({})", "torch.tanh({})",
     "torch.sigmoid({})", "torch.erf({})", "F.softplus({})", "F.mish({})", "torch.exp({} * 0.3)",
@@ -30,7 +34,8 @@ def unary(g: Growing) -> object:
     v = g.value()
     if v is None:
         return None
-    return g.add(g.pick(KINKED if g.chance(25) else SMOOTH).format(v.name, v.name), v.dims)
+    forms = g.pick([ACTIVATIONS, ACTIVATIONS, SMOOTH, SMOOTH, KINKED])
+    return g.add(g.pick(forms).format(v.name, v.name), v.dims)
 
 
 def operand(g: Growing, v: Value) -> str:

@@ -91,6 +91,8 @@ class Growing:
         self.statements: list[Statement] = []
         self.values: list[Value] = []
         self.random = False
+        self.following = False
+        """Whether the next statement is sure to read the newest value that suits it."""
         self.space: dict[str, Any] = {
             "torch": torch, "F": F, "self": SimpleNamespace(training=True), **self.sizes
         }  # fmt: skip
@@ -111,7 +113,7 @@ class Growing:
         found = [v for v in reversed(self.values) if wanted(v)]
         if not found:
             return None
-        if self.chance(50):
+        if self.following or self.chance(50):
             return found[0]
         return self.pick(found[: 4 if self.chance(60) else len(found)])
 

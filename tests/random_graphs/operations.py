@@ -207,3 +207,5 @@ WEIGHTED: tuple[tuple[Operation, int], ...] = (
 )  # fmt: skip
 TABLE = [operation for operation, weight in WEIGHTED for _ in range(weight)]
 PRODUCTS = [linear, matmul, addmm, scores, einsum, linear]
+EPILOGUES = [unary, unary, unary, binary, binary, choice, reduction, halves]
+"""What follows a product most of the time."""

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from .growing import Growing, Value
-from .operations import PRODUCTS, TABLE
+from .operations import EPILOGUES, PRODUCTS, TABLE
 from .program import Program, names_in
 from .reducing import keeping, parts
 
@@ -35,7 +35,7 @@ def programs(draw: Any, seeds: st.SearchStrategy[int] | None = None) -> Program:
     return keeping(program, kept)
 
 
-def generate(seed: int, longest: int = 12) -> Program:
+def generate(seed: int, longest: int = 8) -> Program:
     """The program of a seed, with up to `longest` operations and a few products more."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -44,11 +44,11 @@ def generate(seed: int, longest: int = 12) -> Program:
 
 def _generate(source: random.Random, longest: int) -> Program:
     g = _start(source)
-    g.pick(PRODUCTS)(g)
-    for _ in range(g.source.randint(2, longest)):
+    _product(g)
+    for _ in range(g.source.randint(1, longest)):
         g.pick(TABLE)(g)
-        if g.chance(15):
-            g.pick(PRODUCTS)(g)
+        if g.chance(30):
+            _product(g)
     inside, outside = _losses(g)
     results = _results(g)
     options: tuple[tuple[str, Any], ...] = ()
@@ -77,6 +77,16 @@ def _generate(source: random.Random, longest: int) -> Program:
         options=options,
     )
     return keeping(program, [True] * parts(program))
+
+
+def _product(g: Growing) -> None:
+    """A product, and most of the time something that an epilogue could hold."""
+    g.pick(PRODUCTS)(g)
+    if g.chance(75):
+        g.following = True
+        for _ in range(g.pick([1, 1, 2, 3])):
+            g.pick(EPILOGUES)(g)
+        g.following = False
 
 
 def _start(source: random.Random) -> Growing:
