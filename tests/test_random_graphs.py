@@ -25,7 +25,7 @@ from torch_evt.runtime import counters
 from torch_evt.tree import evaluate
 from torch_evt.tree.functions import FUNCTIONS
 
-CHUNKS = 4
+CHUNKS, LONG_CHUNKS = 4, 10
 OFTEN = {
     *("half forward", "half backward", "batched", "not batched", "several sinks"),
     *("operand A k", "operand A m", "operand B k", "operand B n"),
@@ -59,7 +59,7 @@ def run(numbers: list[int]) -> list[Outcome]:
             pytest.fail(f"program {number}: {smaller(number, {}, 120)}", pytrace=False)
     discarded = [outcome for outcome in outcomes if outcome.discarded]
     assert len(discarded) <= len(outcomes) // 20, report(outcomes)
-    assert sum(bool(o.by_noise) for o in outcomes) <= len(outcomes) // 4, report(outcomes)
+    assert sum(bool(o.by_noise) for o in outcomes) <= len(outcomes) // 6, report(outcomes)
     placed = sum(bool(outcome.regions) for outcome in outcomes)
     assert placed >= 0.6 * len(outcomes), report(outcomes)
     return outcomes
@@ -73,13 +73,14 @@ def test_random_graphs_are_right(chunk: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_random_graphs_are_right_and_hold_every_kind() -> None:
+@pytest.mark.parametrize("chunk", range(LONG_CHUNKS))
+def test_many_random_graphs_are_right_and_hold_every_kind(chunk: int) -> None:
     seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
+    print(f"chunk {chunk}: seed {seed}")
     source = random.Random(seed)
-    outcomes = run([source.randrange(2**24) for _ in range(2000)])
+    outcomes = run([source.randrange(2**24) for _ in range(2000 // LONG_CHUNKS)])
     seen = {kind for outcome in outcomes for kind in kinds(outcome)}
-    assert seen >= EVER, f"{EVER - seen}\n{report(outcomes)}"
+    assert seen >= EVER, f"seed {seed}: {EVER - seen}\n{report(outcomes)}"
 
 
 SMALL = Program(

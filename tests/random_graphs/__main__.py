@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import random
+import signal
 import sys
 import time
 from typing import Any
@@ -75,15 +76,19 @@ def main(
     outcomes: list[Outcome] = []
     failures = 0
     started = time.monotonic()
-    for i, number in enumerate(numbers):
-        try:
-            outcomes.append(check(generate(number), options, seconds=seconds))
-        except (Wrong, TooLong) as error:
-            failures += 1
-            text = smaller(number, options, seconds) if shrink else f"{error}"
-            print(f"\n==== program {number} is wrong ====\n{text}", flush=True)
-        if (i + 1) % 100 == 0:
-            print(f"{i + 1} of {len(numbers)}, {failures} wrong", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stopped run reports, too
+    try:
+        for i, number in enumerate(numbers):
+            try:
+                outcomes.append(check(generate(number), options, seconds=seconds))
+            except (Wrong, TooLong) as error:
+                failures += 1
+                text = smaller(number, options, seconds) if shrink else f"{error}"
+                print(f"\n==== program {number} is wrong ====\n{text}", flush=True)
+            if (i + 1) % 20 == 0:
+                print(f"{i + 1} of {len(numbers)}, {failures} wrong", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("stopped")
     print(report(outcomes))
     print(f"seed {seed}: {failures} wrong, {time.monotonic() - started:.0f} s")
     sys.exit(1 if failures else 0)
