@@ -43,7 +43,7 @@ from torch_evt.joint import (
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
-from torch_evt.partition.elementwise import is_elementwise
+from torch_evt.partition.elementwise import is_arithmetic
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
@@ -306,7 +306,7 @@ def _moved(node: fx.Node, state: State) -> bool:
     """Whether min-cut put an operation into a half that the plan did not expect it in."""
     expected = state.joint_labels.get(node.name, state.half)
     return (
-        is_elementwise(node)
+        is_arithmetic(node)
         and expected != state.half
         and not (expected == "either" and state.half == "backward")
     )
