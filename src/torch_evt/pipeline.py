@@ -43,7 +43,7 @@ from torch_evt.joint import (
 from torch_evt.options import Options
 from torch_evt.partition import candidates, describe, place
 from torch_evt.partition.candidates import Rules
-from torch_evt.partition.elementwise import is_elementwise
+from torch_evt.partition.elementwise import is_arithmetic, is_elementwise
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
@@ -112,7 +112,7 @@ def _recheck(state: State) -> None:
     if kept is None:
         state.notes.append(f"{state.half}: min-cut decided otherwise, so it was planned anew")
         kept = []
-    moved = {n for n in graph.nodes if _moved(n, state)}
+    moved = _moved(graph, state)
     standing = [region for region in kept if not _touches(region, moved)]
     if len(standing) < len(kept):
         anew = len(kept) - len(standing)
@@ -333,14 +333,22 @@ def _planned_regions(
     return found
 
 
-def _moved(node: fx.Node, state: State) -> bool:
-    """Whether min-cut put an operation into a half that the plan did not expect it in."""
-    expected = state.joint_labels.get(node.name, state.half)
-    return (
-        is_elementwise(node)
-        and expected != state.half
-        and not (expected == "either" and state.half == "backward")
-    )
+def _moved(graph: fx.Graph, state: State) -> set[fx.Node]:
+    """The operations that min-cut put into a half where the plan did not expect them: arithmetic,
+    and the casts next to it."""
+
+    def is_moved(node: fx.Node) -> bool:
+        expected = state.joint_labels.get(node.name, state.half)
+        planned = expected == state.half or (expected == "either" and state.half == "backward")
+        return is_elementwise(node) and not planned
+
+    moved = {node for node in graph.nodes if is_moved(node)}
+    arithmetic = {node for node in moved if is_arithmetic(node)}
+    return {
+        node
+        for node in moved
+        if node in arithmetic or arithmetic & {*node.users, *node.all_input_nodes}
+    }
 
 
 def _touches(region: Region, nodes: set[fx.Node]) -> bool:

@@ -119,9 +119,8 @@ def _counting_axis(x: Any) -> int | None:
         x = x.args[0]
     if x.target is not prims.iota.default or len(wide) != 1:
         return None
-    counts = x.args[0] == value.shape[wide[0]] and isinstance(x.args[0], int)
     from_zero = x.kwargs.get("start") == 0 and x.kwargs.get("step") == 1
-    return wide[0] if counts and from_zero else None
+    return wide[0] if from_zero else None
 
 
 def spelled(label: Any) -> Any:
