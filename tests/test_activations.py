@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interpreted import PLACE, interpreted
@@ -32,7 +33,254 @@ class Case:
     backward: str
 
 
-CASES = []
+CASES = [
+    Case(
+        "tanh",
+        torch.tanh,
+        "store(0, tanh(acc0 + row(0)))",
+        "v0 = tile(0); v1 = acc0 * (1.0 - v0 * v0); store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "sigmoid",
+        torch.sigmoid,
+        "store(0, sigmoid(acc0 + row(0)))",
+        "v0 = tile(0); v1 = acc0 * (v0 * (1.0 - v0)); store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "relu",
+        F.relu,
+        "store(0, relu(acc0 + row(0)))",
+        "v0 = relu_backward(acc0, tile(0)); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "gelu",
+        F.gelu,
+        "v0 = acc0 + row(0); store(0, v0); store(1, gelu_erf(v0))",
+        "v0 = acc0 * gelu_erf_grad(tile(0)); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "gelu, tanh",
+        lambda z: F.gelu(z, approximate="tanh"),
+        "v0 = acc0 + row(0); store(0, v0); store(1, gelu_tanh(v0))",
+        "v0 = acc0 * gelu_tanh_grad(tile(0)); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "silu",
+        F.silu,
+        "v0 = acc0 + row(0); store(0, v0); store(1, silu(v0))",
+        "v0 = acc0 * silu_grad(tile(0)); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "softplus",
+        F.softplus,
+        "v0 = acc0 + row(0); store(0, v0); store(1, where(gt(v0, 20.0), v0, log1p(exp(v0))))",
+        "v0 = tile(0); v1 = exp(v0); v2 = where(gt(v0, 20.0), acc0, acc0 * v1 / (v1 + 1.0)); "
+        "store(0, v2); reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "squared relu",
+        lambda z: F.relu(z).square(),
+        "v0 = acc0 + row(0); store(0, v0); v1 = relu(v0); store(1, v1 * v1)",
+        "v0 = relu(tile(0)); v1 = relu_backward(acc0 * (v0 * 2.0), v0); store(0, v1); "
+        "reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "quick gelu",
+        lambda z: z * torch.sigmoid(1.702 * z),
+        "v0 = acc0 + row(0); store(0, v0); store(1, v0 * sigmoid(v0 * 1.702))",
+        "v0 = tile(0); v1 = sigmoid(v0 * 1.702); "
+        "v2 = acc0 * v1 + acc0 * v0 * (v1 * (1.0 - v1)) * 1.702; store(0, v2); "
+        "reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "leaky relu",
+        lambda z: F.leaky_relu(z, 0.1),
+        "v0 = acc0 + row(0); v1 = gt(v0, 0.0); store(0: bool n 16, v1); "
+        "store(1, where(v1, v0, v0 * 0.1))",
+        "v0 = where(tile(0: bool n 16), acc0, acc0 * 0.1); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "elu",
+        F.elu,
+        "v0 = acc0 + row(0); store(0, v0); store(1, where(gt(v0, 0.0), v0, expm1(v0)))",
+        "v0 = tile(0); v1 = where(le(v0, 0.0), acc0 * exp(v0), acc0); store(0, v1); "
+        "reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "selu",
+        F.selu,
+        "v0 = acc0 + row(0); store(0, v0); "
+        "store(1, where(gt(v0, 0.0), v0 * 1.0507009873554805, expm1(v0) * "
+        "1.7580993408473766))",
+        "v0 = tile(0); "
+        "v1 = where(le(v0, 0.0), acc0 * 1.7580993408473766 * exp(v0), acc0 * "
+        "1.0507009873554805); "
+        "store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "hardtanh",
+        F.hardtanh,
+        "v0 = acc0 + row(0); store(0, minimum(maximum(v0, -1.0), 1.0)); "
+        "store(1: bool n 16, logical_or(le(v0, -1.0), ge(v0, 1.0)))",
+        "v0 = where(tile(0: bool n 16), 0.0, acc0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "relu6",
+        F.relu6,
+        "v0 = acc0 + row(0); store(0, minimum(maximum(v0, 0.0), 6.0)); "
+        "store(1: bool n 16, logical_or(le(v0, 0.0), ge(v0, 6.0)))",
+        "v0 = where(tile(0: bool n 16), 0.0, acc0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "clamp",
+        lambda z: z.clamp(-0.5, 1),
+        "v0 = acc0 + row(0); store(0, minimum(maximum(v0, -0.5), 1.0)); "
+        "store(1: bool n 16, logical_and(ge(v0, -0.5), le(v0, 1.0)))",
+        "v0 = where(tile(0: bool n 16), acc0, 0.0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "clamp below",
+        lambda z: z.clamp(min=-0.25),
+        "v0 = acc0 + row(0); store(0, maximum(v0, -0.25)); store(1: bool n 16, ge(v0, -0.25))",
+        "v0 = where(tile(0: bool n 16), acc0, 0.0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "exp",
+        torch.exp,
+        "store(0, exp(acc0 + row(0)))",
+        "v0 = acc0 * tile(0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "expm1",
+        torch.expm1,
+        "store(0, expm1(acc0 + row(0)))",
+        "v0 = acc0 * (tile(0) + 1.0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "log",
+        lambda z: torch.log(z * z + 1),
+        "v0 = acc0 + row(0); store(0, v0); store(1, log(v0 * v0 + 1.0))",
+        "v0 = tile(0); v1 = acc0 / (v0 * v0 + 1.0) * v0; v2 = v1 + v1; store(0, v2); "
+        "reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "log1p",
+        lambda z: torch.log1p(z * z),
+        "v0 = acc0 + row(0); store(0, v0); store(1, log1p(v0 * v0))",
+        "v0 = tile(0); v1 = acc0 / (v0 * v0 + 1.0) * v0; v2 = v1 + v1; store(0, v2); "
+        "reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "erf",
+        torch.erf,
+        "v0 = acc0 + row(0); store(0, v0); store(1, erf(v0))",
+        "v0 = tile(0); v1 = exp(neg(v0 * v0)) * 1.1283791670955126 * acc0; store(0, v1); "
+        "reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "rsqrt",
+        lambda z: torch.rsqrt(z * z + 1),
+        "v0 = acc0 + row(0); store(0, v0); store(1, rsqrt(v0 * v0 + 1.0))",
+        "v0 = tile(0); v1 = acc0 * -0.5 * (v0 * v0 * v0) * tile(1); v2 = v1 + v1; "
+        "store(0, v2); reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "sqrt",
+        lambda z: torch.sqrt(z * z + 1),
+        "v0 = acc0 + row(0); store(0, v0); store(1, sqrt(v0 * v0 + 1.0))",
+        "v0 = acc0 / (tile(0) * 2.0) * tile(1); v1 = v0 + v0; store(0, v1); "
+        "reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "reciprocal",
+        lambda z: 1 / (z * z + 1),
+        "v0 = acc0 + row(0); store(0, v0); store(1, reciprocal(v0 * v0 + 1.0))",
+        "v0 = tile(0); v1 = neg(acc0) * (v0 * v0) * tile(1); v2 = v1 + v1; store(0, v2); "
+        "reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "square",
+        torch.square,
+        "v0 = acc0 + row(0); store(0, v0); store(1, v0 * v0)",
+        "v0 = acc0 * (tile(0) * 2.0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "cube",
+        lambda z: z**3,
+        "v0 = acc0 + row(0); store(0, v0); store(1, v0 * v0 * v0)",
+        "v0 = tile(0); v1 = acc0 * (v0 * v0 * 3.0); store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "power of a root",
+        lambda z: (z * z + 1) ** 1.5,
+        "v0 = acc0 + row(0); store(0, v0); v1 = v0 * v0 + 1.0; store(1, v1 * sqrt(v1))",
+        "v0 = tile(0); v1 = acc0 * (sqrt(v0 * v0 + 1.0) * 1.5) * v0; v2 = v1 + v1; "
+        "store(0, v2); reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "abs",
+        torch.abs,
+        "v0 = acc0 + row(0); store(0, v0); store(1, abs(v0))",
+        "v0 = tile(0); v1 = acc0 * where(gt(v0, 0.0), 1.0, where(lt(v0, 0.0), -1.0, 0.0)); "
+        "store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "where",
+        lambda z: torch.where(z > 0.25, z, 0.1 * z),
+        "v0 = acc0 + row(0); v1 = gt(v0, 0.25); store(0: bool n 16, v1); "
+        "store(1, where(v1, v0, v0 * 0.1))",
+        "v0 = tile(0: bool n 16); v1 = where(v0, acc0, 0.0) + where(v0, 0.0, acc0) * 0.1; "
+        "store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "comparison",
+        lambda z: z * (z > 0.1),
+        "v0 = acc0 + row(0); v1 = gt(v0, 0.1); store(0: bool n 16, v1); store(1, v0 * v1)",
+        "v0 = acc0 * tile(0: bool n 16); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "mish",
+        F.mish,
+        "v0 = acc0 + row(0); store(0, v0); "
+        "store(1, v0 * tanh(where(gt(v0, 20.0), v0, log1p(exp(v0)))))",
+        "v0 = tile(0); v1 = tanh(where(gt(v0, 20.0), v0, log1p(exp(v0)))); "
+        "v2 = acc0 * (v1 + v0 * sigmoid(v0) * (1.0 - v1 * v1)); store(0, v2); "
+        "reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "hardswish",
+        F.hardswish,
+        "v0 = acc0 + row(0); store(0, v0); "
+        "store(1, v0 * minimum(maximum(v0 + 3.0, 0.0), 6.0) / 6.0)",
+        "v0 = tile(0); "
+        "v1 = where(le(v0, -3.0), 0.0, where(lt(v0, 3.0), acc0 * (v0 / 3.0 + 0.5), acc0)); "
+        "store(0, v1); reduce(1, sum, rows, v1)",
+    ),
+    Case(
+        "hardsigmoid",
+        F.hardsigmoid,
+        "v0 = acc0 + row(0); store(0, minimum(maximum(v0 + 3.0, 0.0), 6.0) / 6.0); "
+        "store(1: bool n 16, logical_and(gt(v0, -3.0), lt(v0, 3.0)))",
+        "v0 = where(tile(0: bool n 16), acc0 * 0.16666666666666666, 0.0); store(0, v0); "
+        "reduce(1, sum, rows, v0)",
+    ),
+    Case(
+        "softsign",
+        F.softsign,
+        "v0 = acc0 + row(0); store(0, v0); store(1, v0 / (abs(v0) + 1.0))",
+        "v0 = tile(0); v1 = abs(v0) + 1.0; "
+        "v2 = acc0 / v1 + neg(acc0) * (tile(1) / v1) * where(gt(v0, 0.0), 1.0, where(lt(v0, "
+        "0.0), -1.0, 0.0)); "
+        "store(0, v2); reduce(1, sum, rows, v2)",
+    ),
+    Case(
+        "threshold",
+        lambda z: F.threshold(z, 0.1, 0.0),
+        "v0 = acc0 + row(0); v1 = le(v0, 0.1); store(0: bool n 16, v1); "
+        "store(1, where(v1, 0.0, v0))",
+        "v0 = where(tile(0: bool n 16), 0.0, acc0); store(0, v0); reduce(1, sum, rows, v0)",
+    ),
+]
 
 
 class Layers(nn.Module):
