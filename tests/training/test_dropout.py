@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,12 +52,15 @@ class Checkpointed(Dropping):
 
 @contextmanager
 def masks_read() -> Iterator[list[Tensor]]:
-    """The boolean operands of all regions that run in the block, in the order of the runs."""
+    """The masks of all regions that run in the block, in the order of the runs: boolean operands,
+    and what a tree makes of an operand of uniform numbers."""
     seen: list[Tensor] = []
     run = ops.run
 
     def spied(spec: str, inputs: Sequence[Tensor], *rest: Any) -> Any:
         seen.extend(x.clone() for x in inputs if x.dtype == torch.bool)
+        for argument, p in re.findall(r"gt\(tile\((\d+): f32[^)]*\), ([\d.]+)\)", spec):
+            seen.append(inputs[2 + int(argument)] > float(p))  # behind the product's operands
         return run(spec, inputs, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
