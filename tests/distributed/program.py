@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from interpreted import PLACE, interpreted
 from torch_evt.partition.plan import Plan
-from torch_evt.pipeline import observed
 from torch_evt.partition.plan_json import to_json
+from torch_evt.pipeline import observed
 from torch_evt.runtime import counters
 from torch_evt.testing import compare, fp64_copy
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from tests.distributed.ranks import check, run_ranks
 
 WAYS = {"f32": ("fsdp-layers", "fsdp-whole"), "bf16": ("fsdp-layers-bf16", "fsdp-whole-bf16")}
