@@ -279,7 +279,9 @@ def size_hint(size: int | torch.SymInt) -> int:
             if hasattr(env, "optimization_hint"):  # where size_hint is deprecated
                 hint = env.optimization_hint(node.expr, fallback=_NO_HINT)
             else:
-                hint = env.size_hint(node.expr)
+                known = env.var_to_val
+                symbols = {s: known.get(s, _NO_HINT) for s in node.expr.free_symbols}
+                hint = node.expr.xreplace(symbols)
         except (AttributeError, RuntimeError, ValueError):
             hint = None
     return int(hint) if hint is not None and int(hint) > 0 else _NO_HINT

