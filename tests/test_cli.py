@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from torch_evt import workloads
 from torch_evt.cli import main
 from torch_evt.devices import device
 from torch_evt.partition.plan import Plan
@@ -94,6 +95,11 @@ def test_explain_json_is_the_contract_on_stdout_or_in_a_file(
     result = _evt("explain", "mlp", "--json", str(tmp_path / "plan.json"))
     assert json.loads((tmp_path / "plan.json").read_text()) == expected
     assert "forward: fused" in result.output
+
+
+def test_help_of_explain_names_every_workload() -> None:
+    help_text = _evt("explain", "--help").output
+    assert all(name in help_text for name in workloads.names())
 
 
 def test_explain_plans_a_real_workload() -> None:

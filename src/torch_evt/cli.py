@@ -99,8 +99,9 @@ def explain(
 ) -> None:
     """Show what is fused in a model, what is not and why, and what it is modelled to cost.
 
-    WORKLOAD is one of this package's; MODULE:FUNCTION a function of yours, found from the current
-    folder, that returns (model, inputs, loss). --size and --dtype are for workloads only.
+    WORKLOAD is mlp, gpt2-medium, bert-large, llama-1b, vit-b14 or xmlcnn; MODULE:FUNCTION a
+    function of yours, found from the current folder, that returns (model, inputs, loss). --size and
+    --dtype are for workloads only.
     """
     import torch
     from rich.console import Console

@@ -33,8 +33,8 @@ def transformer(deviation: float, own: Mapping[str, float] | None = None) -> Val
             return SPREAD * normal
         for end, narrower in (own or {}).items():
             if name.endswith(end):
-                return narrower * normal
-        return deviation * normal
+                return normal.mul_(narrower)
+        return normal.mul_(deviation)  # in place: an embedding can be a GiB
 
     return value
 

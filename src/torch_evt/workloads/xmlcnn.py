@@ -79,7 +79,7 @@ def make(size: Size, seed: int, dtype: torch.dtype, device: torch.device | str) 
 
     def value(name: str, parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
         deviation = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else SPREAD
-        return deviation * torch.randn(parameter.shape, generator=generator)
+        return torch.randn(parameter.shape, generator=generator).mul_(deviation)
 
     materialise(model, value, seed=seed, dtype=dtype, device=device)
     embedded, targets = inputs(size, seed, dtype, device)
