@@ -27,16 +27,22 @@ from torch_evt.tree.functions import FUNCTIONS
 
 CHUNKS, LONG_CHUNKS = 4, 10
 OFTEN = {
-    *("half forward", "half backward", "batched", "not batched", "several sinks"),
+    *("half forward", "half backward", "not batched", "several sinks"),
     *("operand A k", "operand A m", "operand B k", "operand B n"),
-    *("store n", "reduce sum over rows", "reduce sum over columns"),
-    *("load tile", "load row", "load column", "load scalar", "load bool"),
-    *("load float32", "load bfloat16", "cast bfloat16"),
-    *("function add", "function sub", "function mul", "function div", "function where"),
-    *("function relu_backward", "function tanh", "function sigmoid"),
+    *("store n", "reduce sum over rows", "load tile", "load row", "load column", "load bool"),
+    *("load float32", "load bfloat16", "function add", "function sub", "function mul"),
+    "function where",
 }
 """Kinds of things (`statistics.kinds`) that any 50 programs hold between them."""
-EVER = OFTEN
+EVER = OFTEN | {
+    *("batched", "reduce sum over columns", "load scalar", "load float16", "cast bfloat16"),
+    *("load by div", "load by mod", "recomputed outside", "reduce max over rows"),
+    *("function div", "function neg", "function exp", "function tanh", "function sigmoid"),
+    *("function relu", "function relu_backward", "function silu", "function silu_grad"),
+    *("function gelu_tanh", "function gelu_tanh_grad", "function gelu_erf_grad", "function abs"),
+    *("function erf", "function lt", "function rsqrt", "function reciprocal"),
+}
+"""Kinds that any 200 programs hold between them."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +67,7 @@ def run(numbers: list[int]) -> list[Outcome]:
     assert len(discarded) <= len(outcomes) // 20, report(outcomes)
     assert sum(bool(o.by_noise) for o in outcomes) <= len(outcomes) // 6, report(outcomes)
     placed = sum(bool(outcome.regions) for outcome in outcomes)
-    assert placed >= 0.6 * len(outcomes), report(outcomes)
+    assert placed > 0.6 * len(outcomes), report(outcomes)
     return outcomes
 
 

@@ -21,7 +21,6 @@ _OPTIONS: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("evt.precision", "eager"),),
     (("evt.disable", ["gelu_erf", "add"]),),
     (("evt.disable", ["recompose"]),),
-    (("evt.target", "cpu"),),
 )
 
 
@@ -82,9 +81,9 @@ def _generate(source: random.Random, longest: int) -> Program:
 def _product(g: Growing) -> None:
     """A product, and most of the time something that an epilogue could hold."""
     g.pick(PRODUCTS)(g)
-    if g.chance(75):
+    if g.chance(85):
         g.following = True
-        for _ in range(g.pick([1, 1, 2, 3])):
+        for _ in range(g.pick([1, 2, 2, 3])):
             g.pick(EPILOGUES)(g)
         g.following = False
 
