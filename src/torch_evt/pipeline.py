@@ -99,10 +99,15 @@ def _place(state: State) -> None:
         except place.CannotPlace as error:
             state.notes.append(f"{chosen.priced.region.anchor.name}: {error}")
             continue
-        state.kernels.append(kernel)
-        placed.append(chosen)
-    state.module.graph.eliminate_dead_code()  # views that only replaced nodes read
-    state.choice = Choice(tuple(placed), state.choice.left)
+        placed.append((chosen, kernel))
+    state.module.graph.eliminate_dead_code()
+    # What only replaced nodes read is gone: views, and the unused bias of addmm(..., beta=0),
+    # which may have been a product or a region itself.
+    alive = set(state.module.graph.nodes)
+    placed = [(chosen, kernel) for chosen, kernel in placed if kernel in alive]
+    state.kernels += [kernel for _, kernel in placed]
+    left = tuple(left for left in state.choice.left if left.anchor in alive)
+    state.choice = Choice(tuple(chosen for chosen, _ in placed), left)
 
 
 def _expand(state: State) -> None:
