@@ -272,3 +272,22 @@ def test_dynamic_sizes_compile_once_and_are_right_at_every_size() -> None:
     assert plan.placed and {region.half for region in plan.regions} == {"forward", "backward"}
     assert any(size.startswith("s") for region in plan.regions for size in region.shape)
     assert sum(counters.region_runs.values()) == 3 * len(plan.regions)
+
+
+def test_a_product_that_nobody_reads_any_more_is_not_described() -> None:
+    """With beta=0 the second product does not read the first, which Inductor's graph still has."""
+    first, second = torch.nn.Linear(8, 24), torch.nn.Parameter(torch.randn(8, 24))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.addmm(first(x), x, second, beta=0.0)).square().mean()
+
+    x = torch.randn(12, 8, requires_grad=True)
+    plans: list[GraphPlan] = []
+    counters.reset()
+    with pipeline.observed(plans.append):
+        loss = torch.compile(model, backend=interpreted, options=PLACE)(x)
+        loss.backward()
+    torch.testing.assert_close(loss, model(x))
+    (plan,) = plans
+    assert plan.placed and "addmm" not in {unfused.node for unfused in plan.unfused}
+    assert {r.tree for r in plan.regions if plan.placed} == set(counters.region_runs)

@@ -46,6 +46,7 @@ from torch_evt.partition.candidates import Rules
 from torch_evt.partition.elementwise import is_arithmetic, is_elementwise
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
+from torch_evt.partition.maxima import mark_compared
 from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
 from torch_evt.partition.region import Region
 from torch_evt.passes import (
@@ -95,6 +96,7 @@ def _algebra(state: State) -> None:
 
 def _plan(state: State) -> None:
     graph = state.module.graph
+    mark_compared(graph)
     if state.half is None:
         state.labels = label_joint(graph, state.num_forward_outputs)
     else:
@@ -148,10 +150,15 @@ def _place(state: State) -> None:
             )
             for watcher in _watchers.get():
                 watcher(record)
-        state.kernels.append(kernel)
-        placed.append(chosen)
-    state.module.graph.eliminate_dead_code()  # views that only replaced nodes read
-    state.choice = Choice(tuple(placed), state.choice.left)
+        placed.append((chosen, kernel))
+    state.module.graph.eliminate_dead_code()
+    # What only replaced nodes read is gone: views, and the unused bias of addmm(..., beta=0),
+    # which may have been a product or a region itself.
+    alive = set(state.module.graph.nodes)
+    placed = [(chosen, kernel) for chosen, kernel in placed if kernel in alive]
+    state.kernels += [kernel for _, kernel in placed]
+    left = tuple(left for left in state.choice.left if left.anchor in alive)
+    state.choice = Choice(tuple(chosen for chosen, _ in placed), left)
 
 
 def _expand(state: State) -> None:

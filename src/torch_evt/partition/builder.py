@@ -28,6 +28,7 @@ from torch_evt.partition.elementwise import (
     value_of,
 )
 from torch_evt.partition.loads import Loads, renumber
+from torch_evt.partition.maxima import is_compared
 from torch_evt.partition.region import (
     REDUCTIONS,
     Input,
@@ -173,6 +174,8 @@ class Builder:
             raise Refused(errors.NOT_FUSIBLE)
         if function_of(node) in self.disabled:
             raise Refused(errors.DISABLED)
+        if is_compared(node) and not (is_view(node) or is_widening(node)):
+            raise Refused(errors.RECOMPUTED_MAX)
         if is_reduction(node):
             self._add_reduction(node, tensor)
             return
