@@ -125,7 +125,7 @@ def test_every_dumped_stage_runs_alone_and_computes_the_same(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     stages = [stage.splitlines() for stage in done.stdout.split("stage ")[1:]]
-    assert len(stages) == 19
+    assert len(stages) == 21
     for half, results in (("joint", 5), ("forward", 5), ("backward", 4)):
         norms = [
             [float(line.split()[-1]) for line in stage[1:] if not line.endswith("None")]
