@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +19,15 @@ from torch_evt import pipeline, workloads
 from torch_evt.partition.plan import GraphPlan
 from torch_evt.report.demo import Step
 from torch_evt.runtime import counters
-from torch_evt.testing import L2_FACTOR, UNIT, TensorComparison, check_model, run_step
+from torch_evt.testing import (
+    L2_FACTOR,
+    MAX_ABS_FACTOR,
+    UNIT,
+    Comparison,
+    check_model,
+    compare,
+    run_step,
+)
 
 WEIGHTS = {
     "fp32": torch.float32,
@@ -52,11 +59,8 @@ YARDSTICK = 0.2
 """Where eager's own relative error is larger than this, as where fp16 has lost a gradient, being as
 exact as eager means little. The largest is XML-CNN's in bf16, 0.11, from maxima taken elsewhere."""
 
-BY_CHANCE = {
-    # 64 sums over 128 rows; over seeds 0 to 11 the ratio to eager's error is 1.05
-    ("bert-large", "autocast"): "grad:step.model.transform.bias",
-}
-"""A tensor that may miss the limit on one seed, and has to meet it over all seeds together."""
+OVER_SEEDS = {("bert-large", "autocast")}
+"""Judged over all seeds together: docs/decisions.md says why, with what was measured."""
 
 
 class Autocast(nn.Module):
@@ -99,10 +103,18 @@ def _finite(step: dict[str, Tensor]) -> bool:
     return all(bool(t.isfinite().all()) for t in step.values())
 
 
-def _together(tensors: list[TensorComparison], unit: float) -> float:
-    """The error over all seeds, beside what eager makes or the unit allows."""
-    ours = sum(t.ours.l2**2 for t in tensors)
-    return math.sqrt(ours / sum(max(t.eager.l2, unit) ** 2 for t in tensors))
+def raise_if_failed_over_seeds(verdict: Comparison) -> None:
+    """The error standard with each tensor's relative errors of all seeds taken together."""
+    others = [t for t in verdict.tensors if t.rule != "relative"]
+    if others:
+        Comparison(verdict.dtype, tuple(others)).raise_if_failed()
+    unit = UNIT[verdict.dtype]
+    for name in {t.name for t in verdict.tensors if t.rule == "relative"}:
+        found = [t for t in verdict.tensors if t.name == name]
+        for kind, factor in (("l2", L2_FACTOR), ("max_abs", MAX_ABS_FACTOR)):
+            ours = math.hypot(*(getattr(t.ours, kind) for t in found))
+            allowed = math.hypot(*(max(getattr(t.eager, kind), unit) for t in found))
+            assert ours <= factor * allowed, (name, kind, ours / allowed)
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +149,10 @@ def test_training_is_right_with_these_regions(
         verdict = check_model(
             lambda seed: make(name, mode, seed, scale), dtype=dtype, seeds=SEEDS, options=PLACE
         )
-    chance = [t for t in verdict.tensors if t.name == BY_CHANCE.get((name, mode))]
-    replace(verdict, tensors=tuple(t for t in verdict.tensors if t not in chance)).raise_if_failed()
-    assert not chance or _together(chance, UNIT[dtype]) <= L2_FACTOR
+    if (name, mode) in OVER_SEEDS:
+        raise_if_failed_over_seeds(verdict)
+    else:
+        verdict.raise_if_failed()
     gradients = [t for t in verdict.tensors if t.name.startswith("grad:") and t.rule == "relative"]
     assert max(t.eager.l2 for t in gradients) < YARDSTICK
     (plan,) = plans
@@ -152,3 +165,24 @@ def test_training_is_right_with_these_regions(
 
 def test_every_workload_stands_in_the_table() -> None:
     assert set(REGIONS) == set(workloads.names())
+
+
+def compared(*ratios: float) -> Comparison:
+    """A comparison over seeds of a tensor whose error is so many times eager's on each."""
+    dtype, found = torch.bfloat16, []
+    for seed, ratio in enumerate(ratios):
+        exact = torch.rand(1000, dtype=torch.float64) + 1
+        error = torch.rand(1000, dtype=torch.float64) / 100
+        steps = ({"grad:x": exact + factor * error} for factor in (ratio, 1.0, 0.0))
+        found += compare(*steps, dtype, seed=seed).tensors
+    return Comparison(dtype, tuple(found))
+
+
+def test_over_seeds_one_miss_passes_and_a_steady_error_fails() -> None:
+    once = compared(1.0, 1.6, 1.0)
+    assert not once.passed
+    raise_if_failed_over_seeds(once)
+    with pytest.raises(AssertionError):
+        raise_if_failed_over_seeds(compared(1.6, 1.5, 1.6))
+    with pytest.raises(AssertionError):
+        raise_if_failed_over_seeds(compared(1.0, math.inf, 1.0))
