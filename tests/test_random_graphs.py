@@ -66,7 +66,6 @@ def run(numbers: list[int]) -> list[Outcome]:
     discarded = [outcome for outcome in outcomes if outcome.discarded]
     assert len(discarded) <= len(outcomes) // 20, report(outcomes)
     assert sum(bool(o.by_noise) for o in outcomes) <= len(outcomes) // 6, report(outcomes)
-    assert sum(bool(o.unrounded) for o in outcomes) <= len(outcomes) // 25, report(outcomes)
     placed = sum(bool(outcome.regions) for outcome in outcomes)
     assert placed > 0.6 * len(outcomes), report(outcomes)
     return outcomes

@@ -177,7 +177,8 @@ def test_a_comparison_sees_the_value_that_others_read() -> None:
         z = a @ b
         return z, torch.where(z > 0.5, z, 0.0)
 
-    assert "where(gt(cast(acc0, bf16), 0.5), acc0, 0.0)" in text(f, *HALVES)
+    read = "v0 = cast(acc0, bf16); store(1: bf16 n 16, where(gt(v0, 0.5), v0, 0.0))"
+    assert read in text(f, *HALVES)
     assert "where(gt(acc0, 0.5), acc0, 0.0)" in text(f, *PRODUCT)
 
 
@@ -353,3 +354,19 @@ def test_a_long_chain_is_one_region() -> None:
     assert len(region.nodes) == 61
     assert len(region.tree.sinks) == 1
     assert isinstance(region, Region)
+
+
+def test_what_is_stored_in_half_precision_is_read_as_it_is_stored() -> None:
+    """Backward starts from the stored value, so that what forward derives must belong to it."""
+
+    def f(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        z = a @ b
+        y = z * 0.3 + 1.5
+        return z, y, torch.tanh(y), y.sum(0)
+
+    tree = text(f, *HALVES)
+    assert "v0 = cast(acc0, bf16) * 0.3 + 1.5; store(1: bf16 n 16, v0)" in tree
+    assert (
+        "v1 = cast(v0, bf16); store(2: bf16 n 16, tanh(v1)); reduce(3: bf16, sum, rows, v1)" in tree
+    )
+    assert "cast" not in text(f, *PRODUCT)

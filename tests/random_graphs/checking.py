@@ -7,11 +7,6 @@ it counts as wrong. First, how far rounding alone can move the results: eager is
 every result of every operation moved by about its last bit. A single number can come out exact in
 eager by chance, and a relu may flip. Then, whether the same backend without any region is as far
 off: then it is not this project's doing.
-
-One fault is known and counted apart, `Outcome.unrounded`: in half precision a kernel computes with
-the value that it has, not with the rounded one that it stores. What backward computes again from
-the stored one then differs from what forward had, a softmax from its own saved logsumexp, say. Such
-a program is right with `evt.precision=eager`.
 """
 
 from __future__ import annotations
@@ -58,8 +53,7 @@ class Outcome:
 
     regions: placed regions. kept: how many of them leave a node to be computed again outside.
     discarded: why the program shows nothing (eager refuses it, plain compilation is wrong), if so.
-    by_noise: names of tensors that passed only beside a run with noise. unrounded: names of those
-    that are right only with `evt.precision=eager`.
+    by_noise: names of tensors that passed only beside a run with noise.
     """
 
     program: Program
@@ -67,7 +61,6 @@ class Outcome:
     kept: int = 0
     notes: list[str] = field(default_factory=list)
     by_noise: list[str] = field(default_factory=list)
-    unrounded: list[str] = field(default_factory=list)
     discarded: str | None = None
 
 
@@ -191,13 +184,6 @@ def _look_again(
     if failed <= {tensor.name for tensor in as_plain.tensors if not tensor.passed}:
         outcome.discarded = f"plain: wrong in {', '.join(sorted(failed))}"
         return
-    if program.half is not None and options.get("evt.precision") != "eager":
-        rounded = {**options, "evt.precision": "eager"}
-        steps = _compiled(program, make, seeds, rounded, backend, Outcome(program))
-        again = compare(steps[seed], eager, exact[seed], unit)
-        if failed <= {tensor.name for tensor in again.tensors if tensor.passed}:
-            outcome.unrounded += sorted(failed)
-            return
     trees = "\n".join(f"# {region.half}: {region.tree}" for region in outcome.regions)
     wrong = "\n".join(str(t) for t in verdict.tensors if t.name in failed)
     raise Wrong(f"{wrong}\n{trees}\n{program!r}")

@@ -55,8 +55,7 @@ def report(outcomes: Iterable[Outcome]) -> str:
     lines = [
         f"{len(outcomes)} graphs, {placed} with a region, "
         f"{sum(len(outcome.regions) for outcome in outcomes)} regions, "
-        f"{sum(bool(outcome.by_noise) for outcome in outcomes)} right only beside rounding noise, "
-        f"{sum(bool(outcome.unrounded) for outcome in outcomes)} only with evt.precision=eager"
+        f"{sum(bool(outcome.by_noise) for outcome in outcomes)} right only beside rounding noise"
     ]
     for what in ("discarded", "notes"):
         seen: Counter[str] = Counter()

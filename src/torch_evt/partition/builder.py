@@ -61,6 +61,7 @@ from torch_evt.tree.ir import (
     Value,
     postorder,
 )
+from torch_evt.tree.rewrite import read_as_stored
 from torch_evt.tree.simplify import simplify
 from torch_evt.tree.verify import verify
 
@@ -374,7 +375,8 @@ class Builder:
             or len(outputs) > 8
         ):
             return errors.TOO_MANY
-        tree = Tree(self.mainloop.name, self.operands, tuple(o.sink for o in outputs))
+        sinks = read_as_stored([output.sink for output in outputs])
+        tree = Tree(self.mainloop.name, self.operands, tuple(sinks))
         try:
             tree = simplify(tree)
             tree, arguments, sizes = renumber(tree, self.loads.arguments, self.loads.sizes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from torch_evt.tree.ir import (
     Cast,
@@ -11,7 +13,9 @@ from torch_evt.tree.ir import (
     Keep,
     Neighbour,
     Select,
+    Sink,
     Statistic,
+    Store,
     Tree,
     Value,
     postorder,
@@ -49,3 +53,29 @@ def rebuild(tree: Tree, rewrite: Callable[[Value], Value]) -> Tree:
         for s in tree.sinks
     )
     return Tree(tree.mainloop, operands, sinks)
+
+
+def read_as_stored(sinks: Sequence[Sink]) -> list[Sink]:
+    """The sinks, with every value that one of them stores in half precision read as it is stored.
+
+    Backward computes from what was stored. A maximum or a logarithm of a sum that forward had taken
+    of the value before its rounding would not belong to it.
+    """
+    halves = (torch.float16, torch.bfloat16)
+    rounded = {s.value: s.dtype for s in sinks if isinstance(s, Store) and s.dtype in halves}
+    own: dict[Value, Value] = {}
+    read: dict[Value, Value] = {}
+    starts = [s.value for s in sinks] + [s.column for s in sinks if isinstance(s, Select)]
+    for value in postorder(starts):
+        own[value] = read[value] = with_children(value, read.__getitem__)
+        if value in rounded:
+            read[value] = Cast(own[value], rounded[value])
+
+    def rewritten(sink: Sink) -> Sink:
+        if isinstance(sink, Store):
+            return dataclasses.replace(sink, value=own[sink.value])
+        if isinstance(sink, Select):
+            return dataclasses.replace(sink, value=read[sink.value], column=read[sink.column])
+        return dataclasses.replace(sink, value=read[sink.value])
+
+    return [rewritten(sink) for sink in sinks]
