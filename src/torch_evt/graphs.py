@@ -146,17 +146,29 @@ def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:
         rename(env[node], node.name)
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a node takes numbers from a generator whose state the next such node continues."""
+    tags = getattr(node.target, "tags", ())
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags
+
+
 def sort_topologically(graph: fx.Graph) -> None:
-    """Put every node behind its inputs, otherwise keeping the order. PassError on a cycle."""
+    """Put every node behind its inputs, otherwise keeping the order, and that of nodes that draw
+    random numbers in any case. PassError on a cycle."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
+    drawing = [node for node in graph.nodes if draws(node)]
+    next_to_draw = dict(zip(drawing, drawing[1:], strict=False))
+    for node in next_to_draw.values():
+        waiting[node] += 1
     ready = [(position[node], node) for node, count in waiting.items() if count == 0]
     heapq.heapify(ready)
     order: list[fx.Node] = []
     while ready:
         _, node = heapq.heappop(ready)
         order.append(node)
-        for user in node.users:
+        followers = [*node.users, next_to_draw[node]] if node in next_to_draw else node.users
+        for user in followers:
             waiting[user] -= 1
             if waiting[user] == 0:
                 heapq.heappush(ready, (position[user], user))

@@ -36,10 +36,9 @@ def rules_of(graph: fx.Graph, *, forward_outputs: int | None = None, **limits: A
 def growths(graph: fx.Graph, rules: Rules | None = None) -> list[Growth]:
     """What grows from every anchor."""
     rules = rules or rules_of(graph)
-    positions = {n: i for i, n in enumerate(graph.nodes)}
+    order = candidates.order_of(graph)
     return [
-        candidates.grow(anchor, loop, positions, rules)
-        for anchor, loop in candidates.anchors(graph)
+        candidates.grow(anchor, loop, order, rules) for anchor, loop in candidates.anchors(graph)
     ]
 
 

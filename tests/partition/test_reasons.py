@@ -71,7 +71,7 @@ def taken() -> Reason | None:
     largest = max(first.regions, key=lambda region: len(region.nodes))
     rules.taken.update(largest.nodes)
     (anchor, loop) = next(a for a in candidates.anchors(graph) if a[0] is second.anchor)
-    return candidates.grow(anchor, loop, {n: i for i, n in enumerate(graph.nodes)}, rules).reason
+    return candidates.grow(anchor, loop, candidates.order_of(graph), rules).reason
 
 
 def elsewhere(graph: fx.Graph) -> None:

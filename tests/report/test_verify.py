@@ -396,7 +396,8 @@ def small(model: Any, *inputs: Any, **given: Any) -> Verification:
 def test_a_model_without_a_region() -> None:
     found = small(nn.LayerNorm(16), torch.randn(4, 16), loss=lambda y: y.square().sum())
     assert found.passed and not found.regions
-    assert "no region was placed" in str(found) and "all 0 regions and 3 tensors" in str(found)
+    assert "no region was placed" in str(found)
+    assert "no region ran, so none was checked; 3 tensors are right" in str(found)
 
 
 @pytest.mark.parametrize("gradients", [True, False])

@@ -272,13 +272,21 @@ def test_load_takes_a_function_from_the_current_folder(
     source = (
         "import torch\ndef make():\n    return torch.nn.Linear(2, 3), (torch.ones(1, 2),), None\n"
     )
-    (tmp_path / "my_model_of_two.py").write_text(source + "def wrong():\n    return 1\n")
+    source += "def wrong():\n    return 1\ndef two():\n    return make()[:2]\n"
+    source += "def bare():\n    return make()[0], make()[1][0], None\ndef needs(size):\n    pass\n"
+    (tmp_path / "my_model_of_two.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     model, inputs, loss = workloads.load("my_model_of_two:make")
     assert model(*inputs).shape == (1, 3) and loss is None
     with pytest.raises(ExplainError, match="returned int"):
         workloads.load("my_model_of_two:wrong")
+    with pytest.raises(ExplainError, match="returned a tuple of 2"):
+        workloads.load("my_model_of_two:two")
+    with pytest.raises(ExplainError, match="must be a tuple of the model's arguments.*Tensor"):
+        workloads.load("my_model_of_two:bare")
+    with pytest.raises(ExplainError, match="cannot be called without arguments.*'size'"):
+        workloads.load("my_model_of_two:needs")
     with pytest.raises(ExplainError, match="cannot load 'my_model_of_two:missing'"):
         workloads.load("my_model_of_two:missing")
     with pytest.raises(ExplainError, match="cannot load 'no_such_module_at_all:make'"):

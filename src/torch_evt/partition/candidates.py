@@ -48,6 +48,44 @@ class Rules:
     taken: set[fx.Node] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Order:
+    """Where each node of a graph stands, and, as the bits of a number, the positions of all nodes
+    that depend on it."""
+
+    position: Mapping[fx.Node, int]
+    dependents: Mapping[fx.Node, int]
+
+
+def order_of(graph: fx.Graph) -> Order:
+    """The order of a graph's nodes."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    dependents: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        bits = 0
+        for user in node.users:
+            bits |= 1 << position[user] | dependents[user]
+        dependents[node] = bits
+    return Order(position, dependents)
+
+
+class _Outside:
+    """The nodes that depend on a region but are not in it."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._bits = 0
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return bool(self._bits >> self._order.position[node] & 1)
+
+    def add(self, node: fx.Node) -> None:
+        self._bits |= 1 << self._order.position[node]
+
+    def add_dependents(self, node: fx.Node) -> None:
+        self._bits |= self._order.dependents[node]
+
+
 def anchors(graph: fx.Graph) -> list[tuple[fx.Node, MainLoop]]:
     """Every anchor of the graph with its main loop."""
     found = []
@@ -90,9 +128,7 @@ def _built(
     return builder
 
 
-def grow(
-    anchor: fx.Node, mainloop: MainLoop, positions: Mapping[fx.Node, int], rules: Rules
-) -> Growth:
+def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Growth:
     """All candidates of one anchor."""
     half = rules.labels[anchor]
     if half == "either":
@@ -102,7 +138,8 @@ def grow(
     except Refused as refusal:
         return Growth(anchor, (), refusal.reason)
     first: tuple[Reason, fx.Node] | None = None
-    outside: set[fx.Node] = set()  # depends on the region, but is not in it
+    positions = order.position
+    outside = _Outside(order)
     pending = {user for user in anchor.users}
     stages: list[list[fx.Node]] = []
     while pending:
@@ -119,8 +156,9 @@ def grow(
             stages.append(list(builder.nodes))
         if reason is None and not is_reduction(node):
             pending.update(u for u in node.users if u not in outside and not builder.holds(u))
-        else:  # what depends on it can never enter
-            _spread(node, outside, pending)
+        else:
+            outside.add_dependents(node)
+            pending = {waiting for waiting in pending if waiting not in outside}
     regions = _legal(builder, stages, mainloop, positions, rules)
     reason, blocker = first if first is not None else (errors.BARE, None)
     return Growth(anchor, tuple(regions), reason, blocker)
@@ -136,21 +174,10 @@ def _builder(anchor: fx.Node, mainloop: MainLoop, rules: Rules) -> Builder:
     )
 
 
-def _spread(node: fx.Node, outside: set[fx.Node], pending: set[fx.Node]) -> None:
-    """Mark everything that depends on a node outside."""
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user not in outside:
-                outside.add(user)
-                pending.discard(user)
-                stack.append(user)
-
-
 def _take(
     builder: Builder,
     node: fx.Node,
-    outside: set[fx.Node],
+    outside: _Outside,
     positions: Mapping[fx.Node, int],
     rules: Rules,
     half: Label,
@@ -167,7 +194,7 @@ def _take(
     return builder.add(node)
 
 
-def _may_enter(node: fx.Node, outside: set[fx.Node], rules: Rules, half: Label) -> Reason | None:
+def _may_enter(node: fx.Node, outside: _Outside, rules: Rules, half: Label) -> Reason | None:
     if node in rules.taken:
         return errors.TAKEN
     label = rules.labels.get(node)
@@ -181,7 +208,7 @@ def _may_enter(node: fx.Node, outside: set[fx.Node], rules: Rules, half: Label) 
 def _own_producers(
     builder: Builder,
     node: fx.Node,
-    outside: set[fx.Node],
+    outside: _Outside,
     positions: Mapping[fx.Node, int],
     rules: Rules,
     half: Label,

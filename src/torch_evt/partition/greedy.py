@@ -14,7 +14,7 @@ from torch import fx
 from torch_evt import errors
 from torch_evt.devices import Device
 from torch_evt.errors import Reason
-from torch_evt.partition.candidates import Growth, Rules, anchors, grow
+from torch_evt.partition.candidates import Growth, Rules, anchors, grow, order_of
 from torch_evt.partition.price import InductorModel, region_us
 from torch_evt.partition.region import Region
 
@@ -68,7 +68,8 @@ def choose(
 
     fixed: regions that are chosen already; they come first, as long as each gains something.
     """
-    positions = {node: i for i, node in enumerate(graph.nodes)}
+    order = order_of(graph)
+    positions = order.position
     model = InductorModel(graph, device, rules.labels)
     taken: set[fx.Node] = set()
     chosen: dict[fx.Node, Chosen] = {}
@@ -86,7 +87,7 @@ def choose(
     rank: dict[fx.Node, list[Priced]] = {}
 
     def reprice(anchor: fx.Node) -> None:
-        growths[anchor] = grow(anchor, loops[anchor], positions, rules)
+        growths[anchor] = grow(anchor, loops[anchor], order, rules)
         rank[anchor] = sorted(
             (
                 Priced(r, region_us(r, device), model.replaced_us(r, dict.fromkeys(taken)))

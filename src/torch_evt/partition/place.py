@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import fx
 
 from torch_evt.graphs import (
     Size,
+    draws,
     expression,
     rename,
     same_sizes,
@@ -22,7 +23,7 @@ from torch_evt.graphs import (
     tensor_of,
 )
 from torch_evt.partition.elementwise import CONVERT
-from torch_evt.partition.region import Output, Region
+from torch_evt.partition.region import Input, Output, Region
 from torch_evt.runtime.dispatch import write_spec
 from torch_evt.runtime.ops import has_symbols, region_op
 
@@ -49,7 +50,8 @@ def place(
     what; this region's are added, its aliases too, each as a view that is dead if nobody reads it.
     poison, name: as for `write_spec`.
     Raises CannotPlace, with the graph unchanged, where a size is needed that no node of the graph
-    computes, or an input that is not in the graph any more.
+    computes, or an input that is not in the graph any more, or where random numbers would be drawn
+    in another order.
     """
     sizes = _Sizes(graph)
     given_inputs = [replace(i, node=replaced.get(i.node, i.node)) for i in region.inputs]
@@ -64,6 +66,7 @@ def place(
     for given in given_inputs:
         if given.node not in order:
             raise CannotPlace(f"{given.node} went with the region that computed it")
+    _check_draws(region, given_inputs, order)
     sources = [region.anchor, *(i.node for i in given_inputs), *sizes.used]
     last = max(sources, key=order.__getitem__)
     with graph.inserting_after(last):
@@ -107,6 +110,32 @@ def place(
         rename(new, name)
     sort_topologically(graph)
     return kernel
+
+
+def _check_draws(region: Region, inputs: Iterable[Input], order: Mapping[fx.Node, int]) -> None:
+    """Raise CannotPlace where the kernel needs a later draw than one that needs the kernel."""
+    drawing = [node for node in order if draws(node)]
+    if len(drawing) < 2:
+        return
+    before = _reached([i.node for i in inputs], lambda node: node.all_input_nodes)
+    after = _reached(region.nodes, lambda node: node.users) - set(region.nodes)
+    needed = [order[node] for node in drawing if node in before]
+    waiting = [order[node] for node in drawing if node in after]
+    if needed and waiting and max(needed) > min(waiting):
+        raise CannotPlace("random numbers would be drawn in another order")
+
+
+def _reached(
+    starts: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    seen = set(starts)
+    stack = list(seen)
+    while stack:
+        for node in following(stack.pop()):
+            if node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return seen
 
 
 def _seen_as(

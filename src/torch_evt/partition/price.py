@@ -140,6 +140,7 @@ class InductorModel:
         self.device = device
         self.results = {v for v in output_values(graph) if isinstance(v, fx.Node)}
         self.groups = _grouped(graph, labels)
+        self._sizes: dict[fx.Node, int] = {}
         self._full = {
             id(group): self._price(group.nodes, frozenset())
             for group in {id(g): g for g in self.groups.values()}.values()
@@ -169,6 +170,12 @@ class InductorModel:
                 total -= bytes_of(source.node.meta["val"]) / self.device.bytes_per_us()
         return total
 
+    def _size(self, node: fx.Node) -> int:
+        size = self._sizes.get(node)
+        if size is None:
+            size = self._sizes[node] = bytes_of(node.meta.get("val"))
+        return size
+
     def _stored(self, node: fx.Node, group: frozenset[fx.Node], inside: frozenset[fx.Node]) -> bool:
         return node in self.results or any(
             user not in group and user not in inside for user in node.users
@@ -191,15 +198,15 @@ class InductorModel:
         writes = 0
         for node in nodes:
             for source in node.all_input_nodes:
-                root, size = source, bytes_of(source.meta.get("val"))
+                root, size = source, self._size(source)
                 while root not in nodes and _passes(root) and root.all_input_nodes:
                     root = root.all_input_nodes[0]
-                    size = min(size, bytes_of(root.meta.get("val")))
+                    size = min(size, self._size(root))
                 if root not in nodes and constant(root) is None:
                     reads[root] = max(reads.get(root, 0), size)
             own = kept.get(node)
             if self._leaves(node, nodes if own is None else nodes | set(own.nodes)):
-                writes += bytes_of(node.meta.get("val"))
+                writes += self._size(node)
         time = 0.0
         for root, size in reads.items():
             recent = root in gone or for_target(root.target) is not None

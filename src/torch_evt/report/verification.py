@@ -203,11 +203,9 @@ def _conclusion(found: Verification) -> list[RenderableType]:
     ran = sum(region.runs > 0 for region in found.regions)
     tensors = 0 if found.step is None else len(found.step.tensors)
     if found.passed:
-        what = (
-            f"all {ran} regions"
-            if found.step is None
-            else f"all {ran} regions and {tensors} tensors"
-        )
+        if not ran:
+            return [Text(f"no region ran, so none was checked; {tensors} tensors are right")]
+        what = f"all {ran} regions" + ("" if found.step is None else f" and {tensors} tensors")
         return [Text(f"{what} are right", style="bold green")]
     lines: list[RenderableType] = []
     first = found.first_wrong

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -118,11 +119,21 @@ def load(reference: str) -> Made:
             f"{reference} is {type(function).__name__}, not a function that returns "
             "(model, inputs, loss)"
         )
-    made = function()
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[1], tuple)):
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError) as error:
         raise ExplainError(
-            f"{reference} must return (model, inputs, loss) with a tuple of inputs, and a loss "
-            f"that is callable or None; it returned {type(made).__name__}"
+            f"{reference} cannot be called without arguments ({error}); give a function that takes "
+            "none and returns (model, inputs, loss)"
+        ) from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 3):
+        found = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise ExplainError(f"{reference} must return (model, inputs, loss); it returned {found}")
+    if not isinstance(made[1], tuple):
+        raise ExplainError(
+            f"the inputs that {reference} returns must be a tuple of the model's arguments, also "
+            f"for a single one; it returned {type(made[1]).__name__}"
         )
     return made
 
