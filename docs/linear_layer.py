@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch_evt import devices, dump
 from torch_evt.graphs import copy_of
 from torch_evt.joint import canonicalise, common_subexpressions, recompose
-from torch_evt.partition.candidates import Rules, anchors, grow
+from torch_evt.partition.candidates import Rules, anchors, grow, order_of
 from torch_evt.partition.halves import label_joint
 from torch_evt.partition.plan import Plan
 from torch_evt.partition.price import InductorModel, product_us, region_us
@@ -111,10 +111,10 @@ def _candidates(joint: fx.GraphModule, num_forward_outputs: int) -> str:
     labels = label_joint(graph, num_forward_outputs)
     device = devices.device(TARGET)
     inductor = InductorModel(graph, device, labels)
-    positions = {node: i for i, node in enumerate(graph.nodes)}
+    order = order_of(graph)
     lines = []
     for anchor, loop in anchors(graph):
-        growth = grow(anchor, loop, positions, Rules(labels, device.kind))
+        growth = grow(anchor, loop, order, Rules(labels, device.kind))
         plain = product_us(anchor, device)
         lines.append(f"{anchor.name} ({labels[anchor]}): the product alone {plain:.1f} us")
         if not growth.regions:
