@@ -146,6 +146,11 @@ def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:
         rename(env[node], node.name)
 
 
+COMPARED = "torch_evt_compared"
+"""Key of node.meta: the value decides a comparison with a maximum (`partition.maxima`). Copies of a
+graph keep it, so that the halves know what the joint graph did."""
+
+
 def draws(node: fx.Node) -> bool:
     """Whether a node takes numbers from a generator whose state the next such node continues."""
     tags = getattr(node.target, "tags", ())

@@ -68,7 +68,11 @@ class _Product:
 
 
 def _identity(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """x * 1, x / 1, x - 0, x ** 1 -> x. Exact. Legal unless the graph returns the node."""
+    """x * 1, x / 1, x - 0, x ** 1 -> x. Exact.
+
+    Legal unless the graph returns the node, or x is an input, which may have changed in place when
+    backward reads it.
+    """
     x: Any = node.args[0]
     value = tensor_of(node)
     neutral = 0.0 if node.target in (aten.sub.Tensor, aten.sub.Scalar) else 1.0
@@ -80,7 +84,12 @@ def _identity(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None  # -0.0 - -0.0 is 0.0
     alike = source.dtype == value.dtype and same_sizes(source.shape, value.shape)
     returned = any(user.op == "output" for user in node.users)
-    if not alike or returned or not same_sizes(source.stride(), value.stride()):
+    if (
+        not alike
+        or returned
+        or x.op == "placeholder"
+        or not same_sizes(source.stride(), value.stride())
+    ):
         return None
     node.replace_all_uses_with(x)
     graph.erase_node(node)

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_evt.graphs import number_of, rename, same_checkpoint, same_sizes, tensor_of
+from torch_evt.graphs import COMPARED, number_of, rename, same_checkpoint, same_sizes, tensor_of
 from torch_evt.runtime.named_functions import NAMED
 from torch_evt.torch_compat import decomposition_table
 
@@ -32,7 +32,14 @@ EXPANSION = "torch_evt_expansion"
 """Key of node.meta: the `Expansion` of a recomposed node."""
 
 _COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
-_KEPT_META = ("recompute", "ac_graph_id", "partitioner_tag", "stack_trace", "nn_module_stack")
+_KEPT_META = (
+    COMPARED,
+    "recompute",
+    "ac_graph_id",
+    "partitioner_tag",
+    "stack_trace",
+    "nn_module_stack",
+)
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,9 @@ def expand(graph: fx.Graph) -> int:
                     result = env[inner.args[0]]
                 else:
                     env[inner] = graph.node_copy(inner, env.__getitem__)
-                    if "partitioner_tag" in node.meta:  # the chain may have begun in forward
-                        env[inner].meta["partitioner_tag"] = node.meta["partitioner_tag"]
+                    for key in ("partitioner_tag", COMPARED):  # that the chain had not, or not all
+                        if key in node.meta:
+                            env[inner].meta[key] = node.meta[key]
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         rename(result, expansion.name)

@@ -12,13 +12,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from torch_evt.graphs import COMPARED
 from torch_evt.partition.elementwise import is_elementwise
 from torch_evt.partition.region import is_view, is_widening
 
 aten = torch.ops.aten
-
-_COMPARED = "torch_evt_compared"
-"""Key of node.meta. Copies of a graph keep it, so that the halves know what the joint graph did."""
 
 _MAXIMA = frozenset({aten.amax.default, aten.amin.default, aten.max.default, aten.min.default})
 _EQUALITY = frozenset({aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor})
@@ -31,16 +29,16 @@ def mark_compared(graph: fx.Graph) -> None:
             stack = [node.args[0]]
             while stack:
                 value = stack.pop()
-                if not isinstance(value, fx.Node) or _COMPARED in value.meta:
+                if not isinstance(value, fx.Node) or COMPARED in value.meta:
                     continue
                 if is_elementwise(value) or is_view(value) or is_widening(value):
-                    value.meta[_COMPARED] = True
+                    value.meta[COMPARED] = True
                     stack.extend(value.all_input_nodes)
 
 
 def is_compared(node: fx.Node) -> bool:
     """Whether `mark_compared` marked a node."""
-    return _COMPARED in node.meta
+    return COMPARED in node.meta
 
 
 def _meets_equality(maximum: fx.Node) -> bool:
