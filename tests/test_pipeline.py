@@ -239,7 +239,7 @@ def test_a_plan_that_cannot_be_described_stops_only_a_strict_compilation(
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("no words")
 
-    monkeypatch.setattr(pipeline, "_training_plan", broken)
+    monkeypatch.setattr(pipeline.summary, "training_plan", broken)
     with caplog.at_level(logging.WARNING, logger="torch_evt"):
         found = step(QUIET)
     assert "no words" in caplog.text

@@ -6,6 +6,7 @@
     mainloops emit runtime      what main loops hold; kernels; operators that carry regions
     joint partition             rewrites of the joint graph; choosing and placing regions
     passes decisions            running passes; what was decided: logs, observers, kept plans
+    summary                     a graph's plan from what its passes left
     pipeline backend            the order of it all; how torch.compile reaches it
     testing workloads report    the error standard; models; explain, verify, bench, demo
 

@@ -7,6 +7,7 @@ a command needs is imported when it runs.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def demo() -> None:
     sys.exit(run())
 
 
+def _json_option(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(
+        "--json",
+        "json_path",
+        metavar="FILE",
+        type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+        callback=_check_parent,
+        help=f"Write the {what} as JSON; - is stdout.",
+    )
+
+
 @main.command()
 @click.argument("what", metavar="WORKLOAD|MODULE:FUNCTION")
 @click.option("--size", default="tiny", show_default=True, help="tiny, small or paper.")
@@ -80,14 +92,7 @@ def demo() -> None:
     help="Where regions are put into the graph.",
 )
 @click.option("--inference", is_flag=True, help="Plan the forward graph alone, in eval mode.")
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_check_parent,
-    help="Write the plan as JSON; - is stdout.",
-)
+@_json_option("plan")
 def explain(
     what: str,
     size: str,
@@ -185,14 +190,7 @@ def explain(
     show_default=True,
     help="Compare gradients with fp64 eager, in processes of their own.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_check_parent,
-    help="Write the result as JSON; - is stdout.",
-)
+@_json_option("result")
 def bench(
     what: str, against: str, place: str | None, json_path: str | None, **arguments: Any
 ) -> None:
@@ -243,14 +241,7 @@ def bench(
     callback=_check_parent,
     help="Where to write a reproduction of what is wrong; by default a new temporary folder.",
 )
-@click.option(
-    "--json",
-    "json_path",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-    callback=_check_parent,
-    help="Write the verdict as JSON; - is stdout.",
-)
+@_json_option("verdict")
 def verify(
     what: str,
     size: str,

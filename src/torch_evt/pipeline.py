@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_evt import decisions, devices, passes, replaced
+from torch_evt import decisions, devices, passes, replaced, summary
 from torch_evt.decisions import observed as observed
 from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
@@ -27,7 +27,6 @@ from torch_evt.graphs import (
     copy_of,
     module_of,
     output_node,
-    output_values,
     renumbered,
     replace_contents,
     tensor_of,
@@ -47,7 +46,7 @@ from torch_evt.partition.elementwise import is_arithmetic, is_elementwise
 from torch_evt.partition.greedy import Choice, choose, waits_for_itself
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.maxima import mark_compared
-from torch_evt.partition.plan import GraphPlan, Half, RegionPlan, Unfused
+from torch_evt.partition.plan import Half, RegionPlan
 from torch_evt.partition.region import Region
 from torch_evt.passes import (
     Pass,
@@ -245,7 +244,7 @@ def partition(
     else:
         forward, backward = run_partitioner(joint, inputs, other, kwargs)
     with describing(options):
-        plan = _training_plan(state, halves, forward, inputs, other, kwargs, joint)
+        plan = summary.training_plan(state, halves, forward, inputs, other, kwargs, joint)
         decisions.report(plan)
         write_plan(state, plan)
     return forward, backward
@@ -281,7 +280,7 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
             if state.kernels:
                 replace_contents(graph, state.module.graph)
     with describing(options):
-        plan = _inference_plan(state)
+        plan = summary.inference_plan(state)
         decisions.report(plan)
         write_plan(state, plan)
 
@@ -400,83 +399,3 @@ def _devices(graph: fx.Graph) -> set[torch.device]:
 
 def _target(options: Options) -> Device:
     return devices.device(options.target or devices.default_target())
-
-
-def _inference_plan(state: State) -> GraphPlan:
-    regions = describe.regions_of(state.choice, state.labels)
-    return GraphPlan(
-        id=f"{compile_id()} inference",
-        solver="greedy",
-        optimal=False,
-        objective_us=_objective(regions, unfused := _unfused(state)),
-        regions=regions,
-        unfused=unfused,
-        placed=bool(state.kernels),
-        notes=tuple(state.notes),
-    )
-
-
-def _training_plan(
-    joint: State,
-    halves: tuple[State, ...],
-    forward: fx.GraphModule,
-    inputs: Sequence[Any],
-    other: Partitioner | None,
-    kwargs: dict[str, Any],
-    original: fx.GraphModule,
-) -> GraphPlan:
-    regions: tuple[RegionPlan, ...] = ()
-    unfused: tuple[Unfused, ...] = ()
-    notes = list(joint.notes)
-    for state in halves or (joint,):
-        regions += describe.regions_of(state.choice, state.labels, first_number=len(regions))
-        unfused += _unfused(state)
-        if state is not joint:
-            notes += state.notes
-    saved = describe.saved_of(
-        v
-        for v in output_values(forward.graph)[joint.num_forward_outputs :]
-        if isinstance(v, fx.Node)
-    )
-    inductor_bytes: int | None = None
-    if decisions.has_observers() or joint.options.dump is not None:
-        plain = forward
-        if any(half.kernels for half in halves):
-            plain, _ = run_partitioner(original, inputs, other, dict(kwargs))
-        inductor_bytes = _saved_bytes(plain, joint.num_forward_outputs)
-    return GraphPlan(
-        id=f"{compile_id()} joint",
-        solver="greedy",
-        optimal=False,
-        objective_us=_objective(regions, unfused),
-        regions=regions,
-        unfused=unfused,
-        saved=saved,
-        saved_bytes=_saved_bytes(forward, joint.num_forward_outputs),
-        inductor_saved_bytes=inductor_bytes,
-        placed=any(half.kernels for half in halves),
-        notes=tuple(notes),
-    )
-
-
-def _unfused(state: State) -> tuple[Unfused, ...]:
-    return describe.unfused_of(state.choice, state.labels, state.device)
-
-
-def _objective(regions: Sequence[RegionPlan], unfused: Sequence[Unfused]) -> float:
-    """Modelled microseconds of all products, fused or not."""
-    return sum(r.modelled_us for r in regions) + sum(u.replaced_us or 0.0 for u in unfused)
-
-
-def _saved_bytes(forward: fx.GraphModule, num_forward_outputs: int) -> int | None:
-    """Bytes kept for backward beyond the graph's inputs; None where a size is symbolic."""
-    total = 0
-    for value in output_values(forward.graph)[num_forward_outputs:]:
-        tensor = tensor_of(value)
-        if tensor is None or value.op == "placeholder":
-            continue
-        size = describe.tensor_bytes(tensor)
-        if size is None:
-            return None
-        total += size
-    return total
