@@ -255,3 +255,28 @@ def test_odd_neighbours_do_no_harm(forward: Callable[[Any, Tensor], Tensor]) -> 
     with torch.no_grad():
         ours = torch.compile(model, backend=interpreted, options=PLACE)(x)
         torch.testing.assert_close(ours, model(x))
+
+
+def test_a_softmax_of_a_quotient_rounded_from_float64() -> None:
+    """Inductor's softmax pattern makes the loss float64, and its gradients 0 or NaN."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+            self.scale = nn.Parameter(torch.tensor(1.3), requires_grad=False)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            h = self.linear(x).double()
+            h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, keepdim=True) + 1e-2).sqrt()
+            return F.cross_entropy(h.float(), target) + self.scale * x.square().sum()
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        inputs = (torch.randn(4, 8, requires_grad=True), torch.randint(8, (4,)))
+        return Normalised(), inputs, lambda loss: loss
+
+    check_model(
+        make, dtype=torch.float32, seeds=[0, 1], backend=interpreted, options=PLACE
+    ).raise_if_failed()
+    assert counters.region_runs
