@@ -10,7 +10,9 @@
 
 The last mends a graph: Inductor's softmax patterns put a value of float64 where float32 was (torch
 2.13, a quotient in float64 rounded to float32 before the softmax), and a loss then comes out in
-another dtype than backward expects. Legal when shape and stride stay what they were. A value that the graph returns keeps its node.
+another dtype than backward expects.
+
+Legal when shape and stride stay what they were. A value that the graph returns keeps its node.
 """
 
 from __future__ import annotations
