@@ -11,6 +11,7 @@ All sizes are hints, so symbolic shapes are priced without adding guards.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -191,30 +192,30 @@ class InductorModel:
 
         gone: nodes that regions compute. kept: nodes here of which a region has a copy of its own.
         """
-        working = [n for n in nodes if n.target not in _MOVES and n.target not in _GENERATORS]
-        if not working:
+        if not any(works(node) for node in nodes):
             return 0.0
-        reads: dict[fx.Node, int] = {}
         writes = 0
         for node in nodes:
-            for source in node.all_input_nodes:
-                root, size = source, self._size(source)
-                while root not in nodes and _passes(root) and root.all_input_nodes:
-                    root = root.all_input_nodes[0]
-                    size = min(size, self._size(root))
-                if root not in nodes and constant(root) is None:
-                    reads[root] = max(reads.get(root, 0), size)
             own = kept.get(node)
-            if self._leaves(node, nodes if own is None else nodes | set(own.nodes)):
-                writes += self._size(node)
-        time = 0.0
+            if self.leaves(node, nodes if own is None else nodes | set(own.nodes)):
+                writes += self.size(node)
+        return self.kernel_us(self.reads_of(nodes), writes, gone)
+
+    def kernel_us(
+        self, reads: Mapping[fx.Node, int], written: int, gone: AbstractSet[fx.Node]
+    ) -> float:
+        """Microseconds of a pointwise or reduction kernel that reads and writes so many bytes.
+
+        gone: nodes that regions compute, so that their values may still lie in the cache.
+        """
+        time = float(written)
         for root, size in reads.items():
             recent = root in gone or for_target(root.target) is not None
             fast = recent and size <= self.device.l2_bytes / 2
             time += size / (_CACHED_SPEEDUP if fast else 1.0)
-        return (time + writes) / self.device.bytes_per_us() + self.device.launch_us
+        return time / self.device.bytes_per_us() + self.device.launch_us
 
-    def _leaves(self, node: fx.Node, nodes: frozenset[fx.Node]) -> bool:
+    def leaves(self, node: fx.Node, nodes: AbstractSet[fx.Node]) -> bool:
         """Whether somebody outside reads a node's value, perhaps through views.
 
         What reads a widening cast outside reads the value before it instead and casts again,
@@ -237,7 +238,26 @@ class InductorModel:
         return False
 
 
-def _passes(node: fx.Node) -> bool:
+def reads_of(nodes: AbstractSet[fx.Node]) -> dict[fx.Node, int]:
+    """What a kernel of these nodes reads: the values that lie in memory, each with its bytes."""
+    reads: dict[fx.Node, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            root, size = source, bytes_of(source.meta.get("val"))
+            while root not in nodes and passes(root) and root.all_input_nodes:
+                root = root.all_input_nodes[0]
+                size = min(size, bytes_of(root.meta.get("val")))
+            if root not in nodes and constant(root) is None:
+                reads[root] = max(reads.get(root, 0), size)
+    return reads
+
+
+def works(node: fx.Node) -> bool:
+    """Whether a node computes something: no view, no constant, no random numbers."""
+    return node.target not in _MOVES and node.target not in _GENERATORS
+
+
+def passes(node: fx.Node) -> bool:
     """Whether reading a node means reading its input: a view, or a widening cast."""
     return node.target in _MOVES or is_widening(node)
 

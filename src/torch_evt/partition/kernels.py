@@ -1,0 +1,429 @@
+"""Every kernel that may run in a graph, as candidates of the integer program.
+
+Four kinds: the regions of every anchor; library calls; the groups that Inductor would fuse; and
+what such a group becomes when regions take nodes out of it. A backward group may compute forward
+values again in place of reading them, a forward group may leave out what only backward would read.
+With every library call and every whole group among them, the program always has an answer.
+
+Views, widening casts and constants are free: reading one is reading what it is made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from torch import fx
+
+from torch_evt.devices import Device
+from torch_evt.graphs import output_values, tensor_of
+from torch_evt.mainloops import for_target
+from torch_evt.partition.elementwise import constant, is_elementwise
+from torch_evt.partition.halves import Label
+from torch_evt.partition.plan import Half
+from torch_evt.partition.price import (
+    InductorModel,
+    bytes_of,
+    passes,
+    product_us,
+    reads_of,
+    region_us,
+    works,
+)
+from torch_evt.partition.program import Candidate, Problem
+from torch_evt.partition.region import Region, is_widening
+
+_MAX_REMAINDERS = 48
+"""Ways in which regions may take nodes out of one group."""
+_MAX_TOGGLES = 3
+"""Values of one kernel that are recomputed, or left out, each apart from the others."""
+
+Nodes = frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a candidate stands for. nodes: what it computes; region: None where Inductor or a
+    library runs it."""
+
+    candidate: Candidate
+    nodes: Nodes
+    region: Region | None = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What the user asked for: save_weight in us a byte, memory_budget in bytes, None for any;
+    values that must or must not be saved."""
+
+    weight: float = 0.0
+    budget: int | None = None
+    must: Nodes = frozenset()
+    must_not: Nodes = frozenset()
+
+    @property
+    def costs(self) -> bool:
+        return self.weight > 0 or self.budget is not None
+
+
+def enumerate_kernels(
+    graph: fx.Graph,
+    device: Device,
+    labels: Mapping[fx.Node, Label],
+    model: InductorModel,
+    regions: Sequence[Region],
+    num_forward_outputs: int,
+    saving: Saving,
+    together: Sequence[Sequence[Region]] = (),
+) -> tuple[list[Kernel], Problem]:
+    """All kernels and the problem over them, candidate by candidate.
+
+    labels: of the graph's nodes. model: of the same graph. regions: of all anchors. together: sets
+    of regions that the program should be able to choose whatever the limits (a greedy plan).
+    """
+    return _Enumerator(graph, device, labels, model, num_forward_outputs).run(
+        regions, saving, together
+    )
+
+
+class _Enumerator:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        device: Device,
+        labels: Mapping[fx.Node, Label],
+        model: InductorModel,
+        num_forward_outputs: int,
+    ) -> None:
+        self.device, self.labels, self.model = device, labels, model
+        self.number = {node: i for i, node in enumerate(graph.nodes)}
+        self.kernels: dict[object, Kernel] = {}
+        self.results = self._results(output_values(graph), num_forward_outputs)
+        self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for node in graph.nodes:
+            if node.op == "call_function" and not passes(node):
+                for source in node.all_input_nodes:
+                    self.readers[root(source)].add(node)
+
+    def _results(self, values: Sequence[object], forward: int) -> set[tuple[fx.Node, Half]]:
+        halves: set[Half] = {label for label in self.labels.values() if label != "either"}
+        both = {"forward", "backward"} <= halves
+        only = next(iter(sorted(halves)), "forward")
+        found: set[tuple[fx.Node, Half]] = set()
+        for i, value in enumerate(values):
+            if isinstance(value, fx.Node) and self._lies_in_memory(root(value)):
+                half: Half = ("forward" if i < forward else "backward") if both else only
+                found.add((root(value), half))
+        return found
+
+    def _lies_in_memory(self, value: fx.Node) -> bool:
+        """Whether a value is written by a kernel and has bytes."""
+        return value.op == "call_function" and works(value) and tensor_of(value) is not None
+
+    def half(self, node: fx.Node) -> Half:
+        label = self.labels[node]
+        return "backward" if label == "either" else label
+
+    def run(
+        self, regions: Sequence[Region], saving: Saving, together: Sequence[Sequence[Region]]
+    ) -> tuple[list[Kernel], Problem]:
+        for region in regions:
+            self._add_region(region)
+        for node in self.number:
+            if node.op == "call_function" and node not in self.model.groups and works(node):
+                self._add_library_call(node)
+        for nodes in self._remainders(regions, together):
+            self._add_group(nodes)
+        if saving.costs:
+            self._add_recomputations()
+        kernels = list(self.kernels.values())
+        return kernels, self._problem(kernels, saving)
+
+    def _problem(self, kernels: Sequence[Kernel], saving: Saving) -> Problem:
+        values = {v for k in kernels for v in (*k.candidate.reads, *k.candidate.stores)}
+        results = {(self.number[v], half) for v, half in self.results}
+        kept_anyway = {v for v, half in results if half == "forward"}
+        nodes = list(self.number)
+        sizes = {
+            v: 0 if v in kept_anyway else bytes_of(nodes[v].meta.get("val"))
+            for v in values
+            if nodes[v].op == "call_function"
+        }
+        return Problem(
+            [kernel.candidate for kernel in kernels],
+            sizes,
+            frozenset(results),
+            saving.weight,
+            saving.budget,
+            frozenset(self.number[root(v)] for v in saving.must),
+            frozenset(self.number[root(v)] for v in saving.must_not),
+        )
+
+    def _add(
+        self,
+        half: Half,
+        cost_us: float,
+        nodes: Nodes,
+        reads: Iterable[fx.Node],
+        stores: Iterable[fx.Node],
+        *,
+        covers: Nodes | None = None,
+        copies: Nodes = frozenset(),
+        region: Region | None = None,
+    ) -> None:
+        """Keep a kernel, the cheaper one where two compute, read and store the same."""
+        numbers = self.number
+        candidate = Candidate(
+            half,
+            cost_us,
+            frozenset(numbers[n] for n in (nodes if covers is None else covers) if _runs(n)),
+            frozenset(numbers[v] for v in reads if self._lies_in_memory(v)),
+            frozenset(numbers[v] for v in stores),
+            frozenset(numbers[v] for v in copies),
+        )
+        if not candidate.covers and not candidate.copies:
+            return
+        key = (half, candidate.covers, candidate.reads, candidate.stores, region is not None)
+        known = self.kernels.get(key)
+        if known is None or cost_us < known.candidate.cost_us:
+            self.kernels[key] = Kernel(candidate, nodes, region)
+
+    def _add_region(self, region: Region) -> None:
+        inside = frozenset(region.nodes)
+        stores = {root(n) for output in region.outputs for n in output.nodes}
+        self._add(
+            self.half(region.anchor),
+            region_us(region, self.device),
+            inside,
+            {root(i.node) for i in region.inputs},
+            stores & inside,
+            covers=inside - region.kept,
+            region=region,
+        )
+
+    def _add_library_call(self, node: fx.Node) -> None:
+        if _is_part(node):
+            return
+        parts = frozenset(u for u in node.users if _is_part(u))
+        stores = {n for n in (node, *parts) if self._lies_in_memory(n)}
+        reads = {root(source): bytes_of(source.meta.get("val")) for source in node.all_input_nodes}
+        if for_target(node.target) is not None:
+            cost = product_us(node, self.device)
+        else:
+            written = sum(bytes_of(n.meta.get("val")) for n in stores)
+            cost = self.model.kernel_us(reads, written, frozenset())
+        self._add(self.half(node), cost, frozenset({node, *parts}), reads, stores)
+
+    def _remainders(
+        self, regions: Sequence[Region], together: Sequence[Sequence[Region]]
+    ) -> Iterator[_Remainder]:
+        """Every group: whole, and less what regions take."""
+        taking: dict[Nodes, dict[fx.Node, dict[_Part, None]]] = defaultdict(dict)
+        groups = {id(g): g.nodes for g in self.model.groups.values()}.values()
+        home = {node: nodes for nodes in groups for node in nodes}
+        for region in regions:
+            for nodes, part in _parts(region, home).items():
+                taking[nodes].setdefault(region.anchor, {})[part] = None
+        for nodes in groups:
+            ways: dict[_Part, None] = {_Part(frozenset(), frozenset()): None}
+            for chosen in together:
+                found = (_parts(region, home).get(nodes) for region in chosen)
+                ways[_joined(p for p in found if p is not None)] = None
+            by_anchor = [list(parts) for parts in taking[nodes].values()]
+            for way in itertools.islice(_ways(by_anchor), _MAX_REMAINDERS):
+                ways[way] = None
+            for way in ways:
+                for component in _components(nodes - way.taken):
+                    yield _Remainder(component, way.taken, way.copied)
+
+    def _add_group(self, remainder: _Remainder) -> None:
+        nodes = remainder.nodes
+        half = self.half(next(iter(nodes)))
+        needed, idle = self._stored(remainder, half)
+        for left_out in _subsets(idle):
+            stores = needed | (idle - left_out)
+            written = sum(bytes_of(v.meta.get("val")) for v in stores)
+            reads = reads_of(nodes)
+            for again in _subsets(self._recomputable(reads, half)):
+                own = reads if not again else reads_of(nodes | self._chains(again, reads))
+                cost = self.model.kernel_us(own, written, remainder.taken)
+                self._add(half, cost, nodes, own, stores)
+
+    def _stored(self, remainder: _Remainder, half: Half) -> tuple[Nodes, Nodes]:
+        """The values of a group that others read: those that must be stored, and those that only
+        backward reads and can compute again."""
+        needed, idle = set(), set()
+        outside = remainder.nodes | remainder.copied
+        for node in remainder.nodes:
+            if not self._lies_in_memory(node) or is_widening(node):
+                continue
+            readers = self.readers[node] - outside
+            result = any((node, h) in self.results for h in ("forward", "backward", "inference"))
+            if not readers and not result:
+                continue
+            forward = result or any(self.half(r) == half for r in readers)
+            if forward or half != "forward" or not self._can_recompute(node):
+                needed.add(node)
+            else:
+                idle.add(node)
+        return frozenset(needed), frozenset(idle)
+
+    def _can_recompute(self, value: fx.Node) -> bool:
+        """Whether a forward value is cheap to compute again: elementwise, and nothing random."""
+        return (
+            self.labels[value] == "forward"
+            and is_elementwise(value)
+            and all(works(root(s)) or constant(s) is not None for s in value.all_input_nodes)
+        )
+
+    def _recomputable(self, reads: Mapping[fx.Node, int], half: Half) -> Nodes:
+        """The values that a backward kernel reads and can compute again without reading more."""
+        if half != "backward":
+            return frozenset()
+        return frozenset(
+            value for value in reads if self._can_recompute(value) and self._chains({value}, reads)
+        )
+
+    def _chains(self, values: AbstractSet[fx.Node], reads: Mapping[fx.Node, int]) -> Nodes:
+        """The nodes to compute values again from what is no larger; empty where there is none."""
+        chain: set[fx.Node] = set()
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            if value in chain:
+                continue
+            sources = [root(s) for s in value.all_input_nodes if constant(s) is None]
+            size = bytes_of(value.meta.get("val"))
+            new = sum(bytes_of(s.meta.get("val")) for s in sources if s not in reads)
+            if new > size:
+                if value in values:
+                    return frozenset()
+                continue
+            chain.add(value)
+            chain.update(_between(value))
+            stack.extend(s for s in sources if s not in reads and self._can_recompute(s))
+        return frozenset(chain)
+
+    def _add_recomputations(self) -> None:
+        """A kernel for each forward value that a library call or region reads in backward."""
+        wanted = {
+            v
+            for k in list(self.kernels.values())
+            if k.candidate.half == "backward"
+            for v in k.candidate.reads
+        }
+        for value, number in self.number.items():
+            if number not in wanted or not self._can_recompute(value):
+                continue
+            chain = frozenset({value, *_between(value)})
+            reads = reads_of(chain)
+            cost = self.model.kernel_us(reads, bytes_of(value.meta.get("val")), frozenset())
+            copy = frozenset({value})
+            self._add("backward", cost, chain, reads, copy, covers=frozenset(), copies=copy)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a region takes out of a group, and what it has a copy of."""
+
+    taken: Nodes
+    copied: Nodes
+
+
+@dataclass(frozen=True)
+class _Remainder:
+    """One kernel that is left of a group. taken: by regions; copied: of which they have copies."""
+
+    nodes: Nodes
+    taken: Nodes
+    copied: Nodes
+
+
+def _parts(region: Region, home: Mapping[fx.Node, Nodes]) -> dict[Nodes, _Part]:
+    taken: dict[Nodes, set[fx.Node]] = defaultdict(set)
+    copied: dict[Nodes, set[fx.Node]] = defaultdict(set)
+    for node in region.nodes:
+        if node in home:
+            taken[home[node]].add(node)
+            if node in region.kept:
+                copied[home[node]].add(node)
+    return {
+        group: _Part(frozenset(nodes - copied[group]), frozenset(nodes if copied[group] else ()))
+        for group, nodes in taken.items()
+    }
+
+
+def _ways(by_anchor: Sequence[Sequence[_Part]]) -> Iterator[_Part]:
+    """What the regions of one, two or three anchors take together."""
+    for count in (1, 2, 3):
+        for anchors in itertools.combinations(by_anchor, count):
+            for parts in itertools.product(*anchors):
+                if _disjoint(parts):
+                    yield _joined(parts)
+
+
+def _joined(parts: Iterable[_Part]) -> _Part:
+    taken: Nodes = frozenset()
+    copied: Nodes = frozenset()
+    for part in parts:
+        taken, copied = taken | part.taken, copied | part.copied
+    return _Part(taken, copied)
+
+
+def _disjoint(parts: Sequence[_Part]) -> bool:
+    return len(frozenset().union(*(p.taken for p in parts))) == sum(len(p.taken) for p in parts)
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The value that reading a node reads: views and widening casts are seen through."""
+    while node.op == "call_function" and passes(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _between(value: fx.Node) -> Iterator[fx.Node]:
+    """The views and widening casts between a value and what it is computed from."""
+    for source in value.all_input_nodes:
+        while source.op == "call_function" and passes(source) and source.all_input_nodes:
+            yield source
+            source = source.all_input_nodes[0]
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether a node takes one of several results."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _runs(node: fx.Node) -> bool:
+    """Whether somebody has to run a node: it is computed, and neither a view nor a constant."""
+    return node.op == "call_function" and works(node) and not passes(node)
+
+
+def _subsets(values: Nodes) -> Iterator[Nodes]:
+    """None of the values, all of them, and each of them alone where they are few."""
+    yield frozenset()
+    if values:
+        yield values
+    if 1 < len(values) <= _MAX_TOGGLES:
+        yield from (frozenset({value}) for value in values)
+
+
+def _components(nodes: Nodes) -> list[Nodes]:
+    """The parts of a set of nodes that touch each other."""
+    left = set(nodes)
+    found = []
+    while left:
+        stack = [left.pop()]
+        component = set(stack)
+        while stack:
+            node = stack.pop()
+            for near in (*node.all_input_nodes, *node.users):
+                if near in left:
+                    left.discard(near)
+                    component.add(near)
+                    stack.append(near)
+        found.append(frozenset(component))
+    return found
