@@ -38,6 +38,8 @@ from torch_evt.partition.region import Region, is_widening
 
 _MAX_REMAINDERS = 48
 """Ways in which regions may take nodes out of one group."""
+_WORTH = 1.05
+"""What may be read to compute a value again, over the value's own bytes."""
 _MAX_TOGGLES = 3
 """Values of one kernel that are recomputed, or left out, each apart from the others."""
 
@@ -283,29 +285,34 @@ class _Enumerator:
         """The values that a backward kernel reads and can compute again without reading more."""
         if half != "backward":
             return frozenset()
-        return frozenset(
-            value for value in reads if self._can_recompute(value) and self._chains({value}, reads)
-        )
+        return frozenset(v for v in reads if self._can_recompute(v) and self._chain(v, reads)[0])
 
     def _chains(self, values: AbstractSet[fx.Node], reads: Mapping[fx.Node, int]) -> Nodes:
-        """The nodes to compute values again from what is no larger; empty where there is none."""
-        chain: set[fx.Node] = set()
-        stack = list(values)
-        while stack:
-            value = stack.pop()
-            if value in chain:
+        """The nodes that compute these values again."""
+        return frozenset().union(*(self._chain(value, reads)[0] for value in values))
+
+    def _chain(
+        self, value: fx.Node, reads: Mapping[fx.Node, int]
+    ) -> tuple[Nodes, frozenset[fx.Node]]:
+        """The nodes that compute a value again from what is smaller, and what they read; no nodes
+        where reading the value is cheaper. reads: what is read anyway."""
+        if not self._can_recompute(value):
+            return frozenset(), frozenset({value})
+        nodes = {value, *_between(value)}
+        wanted: set[fx.Node] = set()
+        for source in value.all_input_nodes:
+            if constant(source) is not None:
                 continue
-            sources = [root(s) for s in value.all_input_nodes if constant(s) is None]
-            size = bytes_of(value.meta.get("val"))
-            new = sum(bytes_of(s.meta.get("val")) for s in sources if s not in reads)
-            if new > size:
-                if value in values:
-                    return frozenset()
-                continue
-            chain.add(value)
-            chain.update(_between(value))
-            stack.extend(s for s in sources if s not in reads and self._can_recompute(s))
-        return frozenset(chain)
+            before = root(source)
+            more, needed = (
+                (frozenset(), {before}) if before in reads else self._chain(before, reads)
+            )
+            nodes |= more
+            wanted |= needed
+        new = sum(bytes_of(v.meta.get("val")) for v in wanted - reads.keys())
+        if new > _WORTH * bytes_of(value.meta.get("val")):
+            return frozenset(), frozenset({value})
+        return frozenset(nodes), frozenset(wanted)
 
     def _add_recomputations(self) -> None:
         """A kernel for each forward value that a library call or region reads in backward."""
