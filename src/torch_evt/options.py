@@ -109,7 +109,6 @@ class Options:
         None,
         "bytes that may be saved for backward",
         kind=(int, type(None)),
-        available=(None,),
     )
     loss_chunk: int | None = _option(
         None, "rows per chunk of the loss", kind=(int, type(None)), available=(None,)
@@ -118,13 +117,11 @@ class Options:
         0.0,
         "price of saving a byte for backward, in microseconds",
         kind=(int, float),
-        available=(0,),
     )
     solver_nodes: int = _option(
-        0,
-        "nodes that the solver may visit; 0: the greedy plan only",
+        1000,
+        "nodes that the solver may visit in its search tree; 0: the greedy plan only",
         kind=int,
-        available=(0,),
     )
 
     def cache_key(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,9 @@ from torch_evt.options import Options
 from torch_evt.partition.describe import versions
 from torch_evt.partition.greedy import Choice
 from torch_evt.partition.halves import Label
-from torch_evt.partition.plan import GraphPlan, Half, Plan, RegionPlan
+from torch_evt.partition.optimise import Optimum
+from torch_evt.partition.plan import GraphPlan, Half, Plan
+from torch_evt.recheck import Expected
 from torch_evt.torch_compat import compile_id, timed
 
 log = logging.getLogger("torch_evt")
@@ -30,9 +32,9 @@ log = logging.getLogger("torch_evt")
 class State:
     """What the passes of one graph share.
 
-    module: the graph being rewritten. labels: each node's half. planned: the joint plan's regions
-    of this half. joint_labels: the half that the plan expected each node in, by its name here.
-    choice: what was chosen here. kernels: the operators placed.
+    module: the graph being rewritten. labels: each node's half. expected: what the joint plan
+    expects of a half. optimum, choice: what was decided here, and the regions chosen. kernels: the
+    operators placed.
     """
 
     module: fx.GraphModule
@@ -40,9 +42,9 @@ class State:
     device: Device
     half: Half | None = None
     num_forward_outputs: int = 0
-    planned: tuple[RegionPlan, ...] = ()
-    joint_labels: Mapping[str, Label] = field(default_factory=dict)
+    expected: Expected | None = None
     labels: dict[fx.Node, Label] = field(default_factory=dict)
+    optimum: Optimum | None = None
     choice: Choice = Choice((), ())
     kernels: list[fx.Node] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -108,7 +110,7 @@ def falling_back(state: State) -> Iterator[None]:
         if state.options.strict:
             raise
         state.kernels = []
-        state.choice = Choice((), ())
+        state.choice, state.optimum = Choice((), ()), None
         log.warning(
             "%s. This graph is compiled by Inductor alone.%s Set evt.strict to see the exception.",
             error,

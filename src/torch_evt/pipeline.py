@@ -11,7 +11,7 @@ fails, unless `evt.strict` asks for the exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_evt import decisions, devices, passes, replaced, summary
+from torch_evt import decisions, devices, passes, recheck, replaced, summary
 from torch_evt.decisions import observed as observed
 from torch_evt.devices import Device
 from torch_evt.emit import emitter_for
@@ -40,14 +40,14 @@ from torch_evt.joint import (
     reduction_elimination,
 )
 from torch_evt.options import Options
-from torch_evt.partition import candidates, describe, place
+from torch_evt.partition import cut, describe, place
 from torch_evt.partition.candidates import Rules
-from torch_evt.partition.elementwise import is_arithmetic, is_elementwise
-from torch_evt.partition.greedy import Choice, choose, waits_for_itself
+from torch_evt.partition.greedy import Choice
 from torch_evt.partition.halves import label_all, label_joint
+from torch_evt.partition.kernels import Saving
 from torch_evt.partition.maxima import mark_compared
-from torch_evt.partition.plan import Half, RegionPlan
-from torch_evt.partition.region import Region
+from torch_evt.partition.optimise import optimise
+from torch_evt.partition.plan import Half
 from torch_evt.passes import (
     Pass,
     State,
@@ -57,9 +57,9 @@ from torch_evt.passes import (
     write_dump,
     write_plan,
 )
+from torch_evt.recheck import Expected
 from torch_evt.replaced import PlacedRegion
 from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
-from torch_evt.tree.text import to_text
 
 _TRAINING_HALF = "torch_evt_training_half"
 
@@ -100,28 +100,31 @@ def _plan(state: State) -> None:
         state.labels = label_joint(graph, state.num_forward_outputs)
     else:
         state.labels = label_all(graph, state.half)
-    state.choice = choose(graph, state.device, _rules(state))
+    state.optimum = optimise(
+        graph,
+        state.device,
+        _rules(state),
+        state.num_forward_outputs,
+        _saving(state),
+        nodes=state.options.solver_nodes,
+    )
+    state.choice = state.optimum.choice
+    state.notes += state.optimum.notes
 
 
 def _recheck(state: State) -> None:
     """Find the planned regions again on a real half; choose anew where one does not stand."""
-    assert state.half is not None
-    graph = state.module.graph
-    state.labels = label_all(graph, state.half)
-    rules = _rules(state)
-    kept = _planned_regions(graph, state.planned, rules)
-    if kept is None:
-        state.notes.append(f"{state.half}: min-cut decided otherwise, so it was planned anew")
-        kept = []
-    moved = _moved(graph, state)
-    standing = [region for region in kept if not _touches(region, moved)]
-    if len(standing) < len(kept):
-        anew = len(kept) - len(standing)
-        state.notes.append(
-            f"{state.half}: {anew} planned anew, for min-cut moved what stands there"
-        )
-        kept = standing
-    state.choice = choose(graph, state.device, rules, fixed=kept)
+    assert state.expected is not None
+    state.labels = label_all(state.module.graph, state.expected.half)
+    found = recheck.find(
+        state.module.graph,
+        state.expected,
+        state.device,
+        _rules(state),
+        solver_nodes=state.options.solver_nodes,
+    )
+    state.choice, state.optimum = found.choice, found.optimum
+    state.notes += [found.note] if found.note else []
 
 
 def _place(state: State) -> None:
@@ -288,26 +291,34 @@ def transform_inference(graph: fx.Graph, options: Options) -> None:
 def _halves(
     joint: State, inputs: Sequence[Any], other: Partitioner | None, kwargs: dict[str, Any]
 ) -> tuple[State, ...]:
-    labels, choice = joint.labels, joint.choice
-    planned = describe.regions_of(choice, labels)
-    labels_by_name = {node.name: label for node, label in labels.items()}
+    """The halves of a planned joint graph, with the regions placed in them."""
+    choice = joint.choice
+    planned = describe.regions_of(choice, joint.labels)
+    labels_by_name = {node.name: label for node, label in joint.labels.items()}
     passes.run(BEFORE_CUT, joint)
     to_cut, names = renumbered(joint.module)
-    planned = tuple(describe.renamed(region, names) for region in planned)
-    cut = run_partitioner(to_cut, inputs, other, dict(kwargs))
+    labels = {names[old]: label for old, label in labels_by_name.items() if old in names}
+    halves, as_planned = _cut(joint, to_cut, names, inputs, other, kwargs)
     states = []
     both: tuple[Half, Half] = ("forward", "backward")
-    for name, module in zip(both, cut, strict=True):
+    for half, module in zip(both, halves, strict=True):
+        expected = Expected(
+            half,
+            tuple(
+                (describe.renamed(region, names), chosen)
+                for region, chosen in zip(planned, choice.chosen, strict=True)
+                if region.half == half
+            ),
+            tuple(
+                (names[left.anchor.name], left)
+                for left in choice.left
+                if joint.labels[left.anchor] in (half, "either") and left.anchor.name in names
+            ),
+            labels,
+            as_planned,
+        )
         state = State(
-            module,
-            joint.options,
-            joint.device,
-            half=name,
-            planned=tuple(region for region in planned if region.half == name),
-            joint_labels={
-                names[old]: label for old, label in labels_by_name.items() if old in names
-            },
-            folder=joint.folder,
+            module, joint.options, joint.device, half=half, expected=expected, folder=joint.folder
         )
         write_dump(state, "cut", 0.0)
         passes.run(HALF, state)
@@ -316,52 +327,41 @@ def _halves(
     return tuple(states)
 
 
-def _planned_regions(
-    graph: fx.Graph, planned: Sequence[RegionPlan], rules: Rules
-) -> list[Region] | None:
-    """The planned regions in a half, each with its planned tree; None where one fails."""
-    named = {node.name: node for node in graph.nodes}
-    loops = dict(candidates.anchors(graph))
-    found: list[Region] = []
-    for plan in planned:
-        nodes = [named.get(name) for name in plan.nodes]
-        anchor = named.get(plan.anchor)
-        if anchor not in loops or any(node is None for node in nodes):
-            return None
-        built = (
-            candidates.build(anchor, loops[anchor], nodes, rules, recompute=recompute)  # type: ignore[arg-type]
-            for recompute in (False, True)
-        )
-        same = [r for r in built if isinstance(r, Region) and to_text(r.tree) == plan.tree]
-        if not same or waits_for_itself(same[0], found):
-            return None
-        found.append(same[0])
-    return found
+def _cut(
+    joint: State,
+    to_cut: fx.GraphModule,
+    names: Mapping[str, str],
+    inputs: Sequence[Any],
+    other: Partitioner | None,
+    kwargs: dict[str, Any],
+) -> tuple[tuple[fx.GraphModule, fx.GraphModule], bool]:
+    """The halves, and whether what is saved is what the plan says."""
+    saved = joint.optimum.saved if joint.optimum is not None else None
+    if saved is None or other is not None:
+        return run_partitioner(to_cut, inputs, other, dict(kwargs)), False
+    wanted = {names[node.name] for node in saved}
+    marked = copy_of(to_cut)
+    problem = cut.mark(marked.graph, wanted, joint.num_forward_outputs)
+    if problem is None:
+        try:
+            halves = run_partitioner(marked, inputs, other, dict(kwargs))
+        except Exception as error:  # torch's own: a value that it cannot save, say
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        else:
+            forward = halves[0].graph
+            for half in halves:
+                cut.unmark(half.graph)
+            more = sorted(cut.not_planned(forward, wanted, joint.num_forward_outputs))
+            if not more:
+                return halves, True
+            problem = f"{more[0]} is saved as well"
+    joint.notes.append(f"min-cut decides what is saved: {problem}")
+    return run_partitioner(to_cut, inputs, other, dict(kwargs)), False
 
 
-def _moved(graph: fx.Graph, state: State) -> set[fx.Node]:
-    """The operations that min-cut put into a half where the plan did not expect them: arithmetic,
-    and the casts next to it."""
-
-    def is_moved(node: fx.Node) -> bool:
-        expected = state.joint_labels.get(node.name, state.half)
-        planned = expected == state.half or (expected == "either" and state.half == "backward")
-        return is_elementwise(node) and not planned
-
-    moved = {node for node in graph.nodes if is_moved(node)}
-    arithmetic = {node for node in moved if is_arithmetic(node)}
-    return {
-        node
-        for node in moved
-        if node in arithmetic or arithmetic & {*node.users, *node.all_input_nodes}
-    }
-
-
-def _touches(region: Region, nodes: set[fx.Node]) -> bool:
-    """Whether a region reads one of the nodes, or one of them reads it."""
-    return any(
-        other in nodes for node in region.nodes for other in (*node.users, *node.all_input_nodes)
-    )
+def _saving(state: State) -> Saving:
+    must, must_not = cut.users_marks(state.module.graph)
+    return Saving(state.options.save_weight, state.options.memory_budget, must, must_not)
 
 
 def _rules(state: State) -> Rules:

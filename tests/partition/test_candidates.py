@@ -176,7 +176,7 @@ def test_building_the_same_nodes_gives_the_same_region() -> None:
             region.mainloop,
             region.nodes,
             rules_of(graph),
-            recompute=bool(region.kept),
+            kept=region.kept,
         )
         assert isinstance(again, Region)
         assert to_text(again.tree) == to_text(region.tree)

@@ -275,14 +275,12 @@ class Builder:
         assert value is not None
         return Cast(self.values[source], value.dtype)
 
-    def finish(self, *, recompute: bool = False) -> Region | Reason:
+    def finish(self, *, kept: frozenset[fx.Node] = frozenset()) -> Region | Reason:
         """The region with a store for every value that is used outside; the reason if illegal.
 
-        recompute: where all users outside are pointwise or reductions, which Inductor fuses, they
-        compute the value again from what the anchor stores.
+        kept: nodes that stay in the graph as well, so that nothing of them is stored.
         """
         inside = set(self.nodes)
-        kept = self.recomputable() if recompute else frozenset()
         outputs: list[Output] = []
         stores: dict[fx.Node, list[fx.Node]] = {}  # by the node whose memory they share
         for node in self.nodes:

@@ -102,14 +102,14 @@ def build(
     nodes: Iterable[fx.Node],
     rules: Rules,
     *,
-    recompute: bool = False,
+    kept: frozenset[fx.Node] = frozenset(),
 ) -> Region | Reason:
     """The region of exactly these nodes (given in graph order), or why it is illegal.
 
-    recompute: as for `Builder.finish`.
+    kept: as for `Builder.finish`.
     """
     built = _built(anchor, mainloop, nodes, rules)
-    return built.finish(recompute=recompute) if isinstance(built, Builder) else built
+    return built.finish(kept=kept) if isinstance(built, Builder) else built
 
 
 def _built(
@@ -262,8 +262,8 @@ def _legal(
             if not isinstance(built, Builder):
                 continue
             regions = [built.finish()]
-            if built.recomputable():
-                regions.append(built.finish(recompute=True))
+            if kept := built.recomputable():
+                regions.append(built.finish(kept=kept))
             found += [r for r in regions if isinstance(r, Region) and r.counts]
     return found
 

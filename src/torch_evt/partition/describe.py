@@ -41,6 +41,7 @@ def renamed(region: RegionPlan, names: Mapping[str, str]) -> RegionPlan:
         anchor=names[region.anchor],
         nodes=tuple(names[name] for name in region.nodes),
         stored=tuple(names[name] for name in region.stored),
+        kept=tuple(names[name] for name in region.kept),
     )
 
 
@@ -90,6 +91,7 @@ def _region_plan(chosen: Chosen, half: Half, number: int) -> RegionPlan:
         stored=tuple(output.nodes[0].name for output in region.outputs),
         modelled_us=chosen.priced.modelled_us,
         replaced_us=chosen.priced.replaced_us,
+        kept=tuple(node.name for node in region.nodes if node in region.kept),
         alternatives=tuple(best),
         fuses=_fuses(region),
     )

@@ -6,7 +6,7 @@ loads what the earlier one has left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -63,14 +63,18 @@ def choose(
     device: Device,
     rules: Rules,
     fixed: Iterable[Region] = (),
+    *,
+    growths: Mapping[fx.Node, Growth] | None = None,
+    model: InductorModel | None = None,
 ) -> Choice:
     """Choose regions for every anchor of `graph`.
 
     fixed: regions that are chosen already; they come first, as long as each gains something.
+    growths: of all anchors by the same rules, where they are known; model: likewise.
     """
     order = order_of(graph)
     positions = order.position
-    model = InductorModel(graph, device, rules.labels)
+    model = model or InductorModel(graph, device, rules.labels)
     taken: set[fx.Node] = set()
     chosen: dict[fx.Node, Chosen] = {}
     accepted: list[Region] = []
@@ -82,12 +86,13 @@ def choose(
         accepted.append(region)
         taken.update(region.nodes)
     rules = replace(rules, taken=taken)
-    growths: dict[fx.Node, Growth] = {}
+    growths = dict(growths or {})
     loops = dict(anchors(graph))
     rank: dict[fx.Node, list[Priced]] = {}
 
     def reprice(anchor: fx.Node) -> None:
-        growths[anchor] = grow(anchor, loops[anchor], order, rules)
+        if taken or anchor not in growths:
+            growths[anchor] = grow(anchor, loops[anchor], order, rules)
         rank[anchor] = sorted(
             (
                 Priced(r, region_us(r, device), model.replaced_us(r, dict.fromkeys(taken)))

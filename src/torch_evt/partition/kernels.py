@@ -21,29 +21,25 @@ from torch import fx
 from torch_evt.devices import Device
 from torch_evt.graphs import output_values, tensor_of
 from torch_evt.mainloops import for_target
-from torch_evt.partition.elementwise import constant, is_elementwise
 from torch_evt.partition.halves import Label
 from torch_evt.partition.plan import Half
 from torch_evt.partition.price import (
     InductorModel,
-    bytes_of,
     passes,
     product_us,
-    reads_of,
     region_us,
     works,
 )
 from torch_evt.partition.program import Candidate, Problem
+from torch_evt.partition.recompute import Nodes, Recomputation, root, views
 from torch_evt.partition.region import Region, is_widening
 
 _MAX_REMAINDERS = 48
 """Ways in which regions may take nodes out of one group."""
-_WORTH = 1.05
-"""What may be read to compute a value again, over the value's own bytes."""
+_REGION_US = 0.01
+"""What a region has to gain at least to be worth it, in microseconds: the model knows no less."""
 _MAX_TOGGLES = 3
 """Values of one kernel that are recomputed, or left out, each apart from the others."""
-
-Nodes = frozenset[fx.Node]
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,7 @@ class _Enumerator:
         num_forward_outputs: int,
     ) -> None:
         self.device, self.labels, self.model = device, labels, model
+        self.recomputation = Recomputation(labels, model.size)
         self.number = {node: i for i, node in enumerate(graph.nodes)}
         self.kernels: dict[object, Kernel] = {}
         self.results = self._results(output_values(graph), num_forward_outputs)
@@ -113,7 +110,7 @@ class _Enumerator:
     def _results(self, values: Sequence[object], forward: int) -> set[tuple[fx.Node, Half]]:
         halves: set[Half] = {label for label in self.labels.values() if label != "either"}
         both = {"forward", "backward"} <= halves
-        only = next(iter(sorted(halves)), "forward")
+        only: Half = next(iter(sorted(halves)), "forward")
         found: set[tuple[fx.Node, Half]] = set()
         for i, value in enumerate(values):
             if isinstance(value, fx.Node) and self._lies_in_memory(root(value)):
@@ -141,7 +138,7 @@ class _Enumerator:
             self._add_group(nodes)
         if saving.costs:
             self._add_recomputations()
-        kernels = list(self.kernels.values())
+        kernels = sorted(self.kernels.values(), key=_by_contents)
         return kernels, self._problem(kernels, saving)
 
     def _problem(self, kernels: Sequence[Kernel], saving: Saving) -> Problem:
@@ -150,7 +147,7 @@ class _Enumerator:
         kept_anyway = {v for v, half in results if half == "forward"}
         nodes = list(self.number)
         sizes = {
-            v: 0 if v in kept_anyway else bytes_of(nodes[v].meta.get("val"))
+            v: 0 if v in kept_anyway else self.model.size(nodes[v])
             for v in values
             if nodes[v].op == "call_function"
         }
@@ -198,7 +195,7 @@ class _Enumerator:
         stores = {root(n) for output in region.outputs for n in output.nodes}
         self._add(
             self.half(region.anchor),
-            region_us(region, self.device),
+            region_us(region, self.device) + _REGION_US,
             inside,
             {root(i.node) for i in region.inputs},
             stores & inside,
@@ -211,11 +208,11 @@ class _Enumerator:
             return
         parts = frozenset(u for u in node.users if _is_part(u))
         stores = {n for n in (node, *parts) if self._lies_in_memory(n)}
-        reads = {root(source): bytes_of(source.meta.get("val")) for source in node.all_input_nodes}
+        reads = {root(source): self.model.size(source) for source in node.all_input_nodes}
         if for_target(node.target) is not None:
             cost = product_us(node, self.device)
         else:
-            written = sum(bytes_of(n.meta.get("val")) for n in stores)
+            written = sum(self.model.size(n) for n in stores)
             cost = self.model.kernel_us(reads, written, frozenset())
         self._add(self.half(node), cost, frozenset({node, *parts}), reads, stores)
 
@@ -225,14 +222,20 @@ class _Enumerator:
         """Every group: whole, and less what regions take."""
         taking: dict[Nodes, dict[fx.Node, dict[_Part, None]]] = defaultdict(dict)
         groups = {id(g): g.nodes for g in self.model.groups.values()}.values()
-        home = {node: nodes for nodes in groups for node in nodes}
+        homes: dict[Half, dict[fx.Node, Nodes]] = defaultdict(dict)
+        for nodes in groups:
+            homes[self.half(next(iter(nodes)))].update(dict.fromkeys(nodes, nodes))
+
+        def parts_of(region: Region) -> dict[Nodes, _Part]:
+            return _parts(region, homes[self.half(region.anchor)])
+
         for region in regions:
-            for nodes, part in _parts(region, home).items():
+            for nodes, part in parts_of(region).items():
                 taking[nodes].setdefault(region.anchor, {})[part] = None
         for nodes in groups:
             ways: dict[_Part, None] = {_Part(frozenset(), frozenset()): None}
             for chosen in together:
-                found = (_parts(region, home).get(nodes) for region in chosen)
+                found = (parts_of(region).get(nodes) for region in chosen)
                 ways[_joined(p for p in found if p is not None)] = None
             by_anchor = [list(parts) for parts in taking[nodes].values()]
             for way in itertools.islice(_ways(by_anchor), _MAX_REMAINDERS):
@@ -245,12 +248,15 @@ class _Enumerator:
         nodes = remainder.nodes
         half = self.half(next(iter(nodes)))
         needed, idle = self._stored(remainder, half)
+        reads = self.model.reads_of(nodes)
+        chains = self._recomputable(reads, half)
         for left_out in _subsets(idle):
             stores = needed | (idle - left_out)
-            written = sum(bytes_of(v.meta.get("val")) for v in stores)
-            reads = reads_of(nodes)
-            for again in _subsets(self._recomputable(reads, half)):
-                own = reads if not again else reads_of(nodes | self._chains(again, reads))
+            written = sum(self.model.size(v) for v in stores)
+            for again in _subsets(chains.keys()):
+                own = reads
+                if again:
+                    own = self.model.reads_of(nodes.union(*(chains[value] for value in again)))
                 cost = self.model.kernel_us(own, written, remainder.taken)
                 self._add(half, cost, nodes, own, stores)
 
@@ -267,52 +273,21 @@ class _Enumerator:
             if not readers and not result:
                 continue
             forward = result or any(self.half(r) == half for r in readers)
-            if forward or half != "forward" or not self._can_recompute(node):
+            if forward or half != "forward" or not self.recomputation.possible(node):
                 needed.add(node)
             else:
                 idle.add(node)
         return frozenset(needed), frozenset(idle)
 
-    def _can_recompute(self, value: fx.Node) -> bool:
-        """Whether a forward value is cheap to compute again: elementwise, and nothing random."""
-        return (
-            self.labels[value] == "forward"
-            and is_elementwise(value)
-            and all(works(root(s)) or constant(s) is not None for s in value.all_input_nodes)
-        )
-
-    def _recomputable(self, reads: Mapping[fx.Node, int], half: Half) -> Nodes:
-        """The values that a backward kernel reads and can compute again without reading more."""
+    def _recomputable(self, reads: Mapping[fx.Node, int], half: Half) -> dict[fx.Node, Nodes]:
+        """The values that a backward kernel reads and can compute again, and by which nodes."""
         if half != "backward":
-            return frozenset()
-        return frozenset(v for v in reads if self._can_recompute(v) and self._chain(v, reads)[0])
-
-    def _chains(self, values: AbstractSet[fx.Node], reads: Mapping[fx.Node, int]) -> Nodes:
-        """The nodes that compute these values again."""
-        return frozenset().union(*(self._chain(value, reads)[0] for value in values))
-
-    def _chain(
-        self, value: fx.Node, reads: Mapping[fx.Node, int]
-    ) -> tuple[Nodes, frozenset[fx.Node]]:
-        """The nodes that compute a value again from what is smaller, and what they read; no nodes
-        where reading the value is cheaper. reads: what is read anyway."""
-        if not self._can_recompute(value):
-            return frozenset(), frozenset({value})
-        nodes = {value, *_between(value)}
-        wanted: set[fx.Node] = set()
-        for source in value.all_input_nodes:
-            if constant(source) is not None:
-                continue
-            before = root(source)
-            more, needed = (
-                (frozenset(), {before}) if before in reads else self._chain(before, reads)
-            )
-            nodes |= more
-            wanted |= needed
-        new = sum(bytes_of(v.meta.get("val")) for v in wanted - reads.keys())
-        if new > _WORTH * bytes_of(value.meta.get("val")):
-            return frozenset(), frozenset({value})
-        return frozenset(nodes), frozenset(wanted)
+            return {}
+        found = {}
+        for value in reads:
+            if chain := self.recomputation.chain(value, reads).nodes:
+                found[value] = chain
+        return found
 
     def _add_recomputations(self) -> None:
         """A kernel for each forward value that a library call or region reads in backward."""
@@ -323,13 +298,20 @@ class _Enumerator:
             for v in k.candidate.reads
         }
         for value, number in self.number.items():
-            if number not in wanted or not self._can_recompute(value):
+            if number not in wanted or not self.recomputation.possible(value):
                 continue
-            chain = frozenset({value, *_between(value)})
-            reads = reads_of(chain)
-            cost = self.model.kernel_us(reads, bytes_of(value.meta.get("val")), frozenset())
+            chain = frozenset({value, *(v for s in value.all_input_nodes for v in views(s))})
+            reads = self.model.reads_of(chain)
+            cost = self.model.kernel_us(reads, self.model.size(value), frozenset())
             copy = frozenset({value})
             self._add("backward", cost, chain, reads, copy, covers=frozenset(), copies=copy)
+
+
+def _by_contents(kernel: Kernel) -> tuple[object, ...]:
+    """A key that does not depend on the order in which sets of nodes are walked."""
+    candidate = kernel.candidate
+    sets = (candidate.covers, candidate.copies, candidate.reads, candidate.stores)
+    return (candidate.half, *(sorted(values) for values in sets), kernel.region is not None)
 
 
 @dataclass(frozen=True)
@@ -350,6 +332,7 @@ class _Remainder:
 
 
 def _parts(region: Region, home: Mapping[fx.Node, Nodes]) -> dict[Nodes, _Part]:
+    """What a region takes out of each group. home: the group of each node of the region's half."""
     taken: dict[Nodes, set[fx.Node]] = defaultdict(set)
     copied: dict[Nodes, set[fx.Node]] = defaultdict(set)
     for node in region.nodes:
@@ -384,21 +367,6 @@ def _disjoint(parts: Sequence[_Part]) -> bool:
     return len(frozenset().union(*(p.taken for p in parts))) == sum(len(p.taken) for p in parts)
 
 
-def root(node: fx.Node) -> fx.Node:
-    """The value that reading a node reads: views and widening casts are seen through."""
-    while node.op == "call_function" and passes(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _between(value: fx.Node) -> Iterator[fx.Node]:
-    """The views and widening casts between a value and what it is computed from."""
-    for source in value.all_input_nodes:
-        while source.op == "call_function" and passes(source) and source.all_input_nodes:
-            yield source
-            source = source.all_input_nodes[0]
-
-
 def _is_part(node: fx.Node) -> bool:
     """Whether a node takes one of several results."""
     return getattr(node.target, "__name__", "") == "getitem"
@@ -409,11 +377,11 @@ def _runs(node: fx.Node) -> bool:
     return node.op == "call_function" and works(node) and not passes(node)
 
 
-def _subsets(values: Nodes) -> Iterator[Nodes]:
+def _subsets(values: AbstractSet[fx.Node]) -> Iterator[Nodes]:
     """None of the values, all of them, and each of them alone where they are few."""
     yield frozenset()
     if values:
-        yield values
+        yield frozenset(values)
     if 1 < len(values) <= _MAX_TOGGLES:
         yield from (frozenset({value}) for value in values)
 

@@ -1,34 +1,44 @@
-"""The plan of a graph by the integer program, or the greedy plan where that is better."""
+"""The plan of a graph: by the integer program, or the greedy plan where that is no worse."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from torch_evt import errors
 from torch_evt.devices import Device
 from torch_evt.partition import greedy
-from torch_evt.partition.candidates import Growth, Rules, anchors, grow
+from torch_evt.partition.candidates import Growth, Rules, anchors, grow, order_of
+from torch_evt.partition.copies import with_copies
 from torch_evt.partition.greedy import Choice, Chosen, Left, Priced
-from torch_evt.partition.kernels import Saving, enumerate_kernels
+from torch_evt.partition.kernels import Kernel, Saving, enumerate_kernels
 from torch_evt.partition.price import InductorModel, region_us
-from torch_evt.partition.program import solve
+from torch_evt.partition.program import Problem, Solution, solve
+from torch_evt.partition.recompute import Recomputation
 from torch_evt.partition.region import Region
+
+_LEAST_SAVED = 1.0
+"""A save_weight, in us a byte, beside which no kernel's time counts."""
 
 
 @dataclass(frozen=True)
-class Optimised:
-    """What the program found. choice: the regions. saved: the forward values to keep for backward.
-    objective_us: modelled microseconds of all kernels and of saving; greedy_us: of the greedy plan.
+class Optimum:
+    """What was decided. choice: the regions. kernels: all that run, Inductor's and the libraries'
+    among them; None by the greedy plan alone. saved: the forward values kept for backward; None
+    where min-cut shall decide. objective_us: modelled microseconds of all kernels, and the price
+    of saving. greedy_us: the same of the greedy plan's regions.
     """
 
     choice: Choice
-    saved: frozenset[fx.Node]
-    objective_us: float
-    greedy_us: float
-    optimal: bool
+    solver: str
+    optimal: bool = False
+    kernels: tuple[Kernel, ...] | None = None
+    saved: frozenset[fx.Node] | None = None
+    objective_us: float | None = None
+    greedy_us: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 def optimise(
@@ -39,69 +49,128 @@ def optimise(
     saving: Saving,
     *,
     nodes: int,
-) -> Optimised | None:
-    """The best plan over all enumerated kernels; None where the program has no answer.
+) -> Optimum:
+    """The best plan over all enumerated kernels.
 
-    nodes: of the search tree at most.
+    nodes: of the search tree at most; 0: the greedy plan alone.
     """
-    positions = {node: i for i, node in enumerate(graph.nodes)}
+    order = order_of(graph)
+    loops = dict(anchors(graph))
+    growths = {anchor: grow(anchor, loop, order, rules) for anchor, loop in loops.items()}
     model = InductorModel(graph, device, rules.labels)
-    growths = {a: grow(a, loop, positions, rules) for a, loop in anchors(graph)}
+    planned = greedy.choose(graph, device, rules, growths=growths, model=model)
+    if nodes == 0:
+        return Optimum(planned, "greedy")
+    growths = _with_copies(growths, model, order.position, rules)
+    greedy_regions = [chosen.priced.region for chosen in planned.chosen]
     regions = [region for growth in growths.values() for region in growth.regions]
-    first = greedy.choose(graph, device, rules)
-    planned = [chosen.priced.region for chosen in first.chosen]
     kernels, problem = enumerate_kernels(
         graph,
         device,
         rules.labels,
         model,
-        regions + planned,
+        [*regions, *greedy_regions],
         num_forward_outputs,
         saving,
-        [planned],
+        [greedy_regions],
     )
-    answer = solve(problem, nodes=nodes)
+    notes: list[str] = []
+    greedy_answer = _restricted(problem, kernels, greedy_regions, nodes)
+    answer = solve(
+        problem, nodes=nodes, start=None if greedy_answer is None else greedy_answer.chosen
+    )
+    if answer is None and saving.budget is not None:
+        least = replace(problem, memory_budget=None, save_weight=_LEAST_SAVED)
+        answer = solve(least, nodes=nodes)
+        if answer is not None:
+            needed = sum(problem.sizes[v] for v in answer.saved)
+            notes.append(
+                f"evt.memory_budget={saving.budget} cannot be met: the least that can be saved is "
+                f"{needed} bytes, which is planned"
+            )
+    found = [a for a in (answer, greedy_answer) if a is not None]
+    if not found:
+        notes.append("the program has no answer: this is the greedy plan")
+        return Optimum(planned, "greedy", notes=tuple(notes))
+    best = min(found, key=lambda a: a.objective_us)
+    chosen = [kernels[r] for r in best.chosen]
+    number = list(graph.nodes)
+    return Optimum(
+        _choice(chosen, growths, model, device, order.position),
+        "highs",
+        best.optimal and best is answer,
+        tuple(chosen),
+        frozenset(number[v] for v in best.saved),
+        best.objective_us,
+        None if greedy_answer is None else greedy_answer.objective_us,
+        tuple(notes),
+    )
+
+
+def _with_copies(
+    growths: Mapping[fx.Node, Growth],
+    model: InductorModel,
+    position: Mapping[fx.Node, int],
+    rules: Rules,
+) -> dict[fx.Node, Growth]:
+    """The growths of backward anchors with the regions that compute forward values again, too."""
+    recomputation = Recomputation(rules.labels, model.size)
+    found = dict(growths)
+    for anchor, growth in growths.items():
+        if rules.labels[anchor] != "backward":
+            continue
+        copied = (with_copies(r, recomputation, position, rules) for r in growth.regions)
+        more = tuple(region for region in copied if region is not None)
+        found[anchor] = replace(growth, regions=growth.regions + more)
+    return found
+
+
+def _restricted(
+    problem: Problem, kernels: Sequence[Kernel], regions: Sequence[Region], nodes: int
+) -> Solution | None:
+    """The program's answer with these regions or none of an anchor, in the problem's numbers."""
+    allowed = {id(region) for region in regions}
+    numbers = [r for r, k in enumerate(kernels) if k.region is None or id(k.region) in allowed]
+    answer = solve(
+        replace(problem, candidates=[problem.candidates[r] for r in numbers]), nodes=nodes
+    )
     if answer is None:
         return None
-    taken = [kernels[r].region for r in answer.chosen]
-    choice = _choice([r for r in taken if r is not None], growths, model, device, positions)
-    number = list(graph.nodes)
-    return Optimised(
-        choice,
-        frozenset(number[v] for v in answer.saved),
-        answer.objective_us,
-        0.0,
-        answer.optimal,
-    )
+    return replace(answer, chosen=tuple(numbers[r] for r in answer.chosen))
 
 
 def _choice(
-    regions: Sequence[Region],
+    chosen: Sequence[Kernel],
     growths: Mapping[fx.Node, Growth],
     model: InductorModel,
     device: Device,
-    positions: Mapping[fx.Node, int],
+    position: Mapping[fx.Node, int],
 ) -> Choice:
     """The chosen regions with their prices, and why the other anchors have none."""
-    taken = {region.anchor: region for region in regions}
+    taken = {k.region.anchor: k.region for k in chosen if k.region is not None}
+    owner = {n: r.anchor for r in taken.values() for n in r.nodes if n not in r.kept}
 
     def ranked(anchor: fx.Node) -> list[Priced]:
-        gone = {n: r for r in regions if r.anchor is not anchor for n in r.nodes}
-        free = (r for r in growths[anchor].regions if not any(n in gone for n in r.nodes))
+        gone = {n: a for n, a in owner.items() if a is not anchor}
+        free = (
+            r
+            for r in growths[anchor].regions
+            if not any(n in gone for n in r.nodes if n not in r.kept)
+        )
         priced = [Priced(r, region_us(r, device), model.replaced_us(r, gone)) for r in free]
         return sorted(priced, key=lambda p: -p.gain_us)
 
-    chosen, left = [], []
-    for anchor in sorted(growths, key=positions.__getitem__):
+    with_region, without = [], []
+    for anchor in sorted(growths, key=position.__getitem__):
         rank = ranked(anchor)
         if anchor in taken:
             region = taken[anchor]
-            gone = {n: r for r in regions if r is not region for n in r.nodes}
+            gone = {n: a for n, a in owner.items() if a is not anchor}
             own = Priced(region, region_us(region, device), model.replaced_us(region, gone))
             losers = tuple(p for p in rank if p.region is not region)
-            chosen.append(Chosen(own, losers))
+            with_region.append(Chosen(own, losers))
         else:
             growth = growths[anchor]
             reason = errors.SLOWER if rank else growth.reason or errors.BARE
-            left.append(Left(anchor, reason, growth.blocker, rank[0] if rank else None))
-    return Choice(tuple(chosen), tuple(left))
+            without.append(Left(anchor, reason, growth.blocker, rank[0] if rank else None))
+    return Choice(tuple(with_region), tuple(without))

@@ -28,8 +28,9 @@ class Alternative:
 class RegionPlan:
     """One chosen region, which becomes one kernel.
 
-    nodes: every graph node it computes, in order, anchor included. stored: the nodes whose values
-    it leaves in memory, in the order of the kernel's outputs. shape: (l, m, n, k) as text, "s0" for
+    nodes: every graph node it computes, in order, anchor included. kept: those of them that are
+    computed elsewhere as well, so that it does not store them. stored: the nodes whose values it
+    leaves in memory, in the order of the kernel's outputs. shape: (l, m, n, k) as text, "s0" for
     a symbolic size. modelled_us: the kernel; replaced_us: what Inductor would run in its place.
     measured_us: None until a tuner measured it.
     """
@@ -45,6 +46,7 @@ class RegionPlan:
     modelled_us: float
     replaced_us: float
     measured_us: float | None = None
+    kept: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     fuses: tuple[str, ...] = ()
     """What it holds in the field's words, for people: ("bias", "gelu_tanh", "2 stores")."""
@@ -88,6 +90,8 @@ class GraphPlan:
     inductor_saved_bytes: int | None = None
     placed: bool = False
     """Whether the regions were put into the graph, or only planned (for an absent target)."""
+    greedy_us: float | None = None
+    """The greedy plan's objective, where the program found another."""
     notes: tuple[str, ...] = ()
     from_cache: bool = False
     """Whether the graph was not compiled now: it is the plan of when it was."""
@@ -114,7 +118,9 @@ def from_data(data: Mapping[str, Any]) -> GraphPlan:
     """The plan that `to_data` wrote. Raises KeyError or TypeError for what it did not write."""
     regions = []
     for region in data["regions"]:
-        lists = {name: tuple(region[name]) for name in ("shape", "nodes", "stored", "fuses")}
+        lists = {
+            name: tuple(region[name]) for name in ("shape", "nodes", "stored", "kept", "fuses")
+        }
         others = tuple(Alternative(**other) for other in region["alternatives"])
         regions.append(RegionPlan(**{**region, **lists, "alternatives": others}))
     parts = {

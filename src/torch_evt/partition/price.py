@@ -171,7 +171,8 @@ class InductorModel:
                 total -= bytes_of(source.node.meta["val"]) / self.device.bytes_per_us()
         return total
 
-    def _size(self, node: fx.Node) -> int:
+    def size(self, node: fx.Node) -> int:
+        """Bytes of a node's tensor; 0 where it has none."""
         size = self._sizes.get(node)
         if size is None:
             size = self._sizes[node] = bytes_of(node.meta.get("val"))
@@ -215,6 +216,19 @@ class InductorModel:
             time += size / (_CACHED_SPEEDUP if fast else 1.0)
         return time / self.device.bytes_per_us() + self.device.launch_us
 
+    def reads_of(self, nodes: AbstractSet[fx.Node]) -> dict[fx.Node, int]:
+        """The values in memory that a kernel of these nodes reads, each with its bytes."""
+        reads: dict[fx.Node, int] = {}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                root, size = source, self.size(source)
+                while root not in nodes and passes(root) and root.all_input_nodes:
+                    root = root.all_input_nodes[0]
+                    size = min(size, self.size(root))
+                if root not in nodes and constant(root) is None:
+                    reads[root] = max(reads.get(root, 0), size)
+        return reads
+
     def leaves(self, node: fx.Node, nodes: AbstractSet[fx.Node]) -> bool:
         """Whether somebody outside reads a node's value, perhaps through views.
 
@@ -238,23 +252,14 @@ class InductorModel:
         return False
 
 
-def reads_of(nodes: AbstractSet[fx.Node]) -> dict[fx.Node, int]:
-    """What a kernel of these nodes reads: the values that lie in memory, each with its bytes."""
-    reads: dict[fx.Node, int] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            root, size = source, bytes_of(source.meta.get("val"))
-            while root not in nodes and passes(root) and root.all_input_nodes:
-                root = root.all_input_nodes[0]
-                size = min(size, bytes_of(root.meta.get("val")))
-            if root not in nodes and constant(root) is None:
-                reads[root] = max(reads.get(root, 0), size)
-    return reads
-
-
 def works(node: fx.Node) -> bool:
     """Whether a node computes something: no view, no constant, no random numbers."""
     return node.target not in _MOVES and node.target not in _GENERATORS
+
+
+def computes_pointwise(node: fx.Node) -> bool:
+    """Whether a node is computed element by element, or by no work at all."""
+    return _fusible(node) and node.target not in _REDUCTIONS
 
 
 def passes(node: fx.Node) -> bool:
