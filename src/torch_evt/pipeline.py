@@ -35,6 +35,7 @@ from torch_evt.joint import (
     algebra,
     canonicalise,
     common_subexpressions,
+    declared_dtypes,
     eager_dropout,
     recompose,
     reduction_elimination,
@@ -226,6 +227,7 @@ def partition(
     other: a partitioner to use in place of min-cut. kwargs: what Inductor gives its partitioner.
     """
     decisions.started()
+    declared_dtypes.apply(joint.graph)
     unplaced = why_unplaced(options, _devices(joint.graph))
     placing = unplaced is None
     if unplaced is not None and not decisions.wanted(options):
@@ -266,6 +268,7 @@ def is_training_half(graph: fx.Graph) -> bool:
 def transform_inference(graph: fx.Graph, options: Options) -> None:
     """Place regions in an inference graph, in place; it stays as it is where none is placed."""
     decisions.started()
+    declared_dtypes.apply(graph)
     unplaced = why_unplaced(options, _devices(graph))
     placing = unplaced is None
     if unplaced is not None and not decisions.wanted(options):

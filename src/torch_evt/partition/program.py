@@ -119,7 +119,7 @@ def solve(
     problem: Problem,
     *,
     nodes: int,
-    gap: float = 1e-6,
+    gap: float = 0.0,
     start: Iterable[int] | None = None,
     emergency_s: float = 600.0,
 ) -> Solution | None:
