@@ -51,19 +51,21 @@ def test_bert_large_has_all_its_layers_and_its_own_loss() -> None:
     assert (4096, 1024) in shapes and (64, 1024) in shapes and (2, 1024) in shapes
 
 
-def test_the_median_without_min_cut_and_stages_that_add_up() -> None:
+def test_the_median_of_planning_alone_and_stages_that_add_up() -> None:
     repeats = [
         (9.0, {MIN_CUT: 7.0, "evt.joint.plan": 1.0, "evt.joint.plan.solve": 0.5}),
         (9.0, {MIN_CUT: 2.0, "evt.joint.plan": 4.0, "evt.joint.plan.solve": 3.0}),
-        (8.0, {MIN_CUT: 5.0, "evt.joint.plan": 2.0, "evt.joint.plan.solve": 1.0}),
+        (9.0, {MIN_CUT: 5.0, "evt.joint.plan": 2.0, "evt.joint.plan.solve": 1.5}),
     ]
+    for place, (_, stages) in zip((0.25, 0.5, 0.75), repeats, strict=True):
+        stages["evt.forward.place"] = stages["evt.backward.expand"] = place / 2
     entry = summary(repeats)
-    assert (entry["planning_s"], entry["min_cut_s"]) == (3.0, 5.0)
-    assert entry["samples_s"] == [2.0, 7.0, 3.0]
+    assert (entry["planning_s"], entry["placing_s"], entry["min_cut_s"]) == (3.25, 0.75, 5.0)
+    assert entry["samples_s"] == [1.75, 6.5, 3.25]
     assert entry["stages"] == {
         "evt.joint.plan": 2.0,
-        "evt.joint.plan.solve": 1.0,
-        "evt, the rest": 1.0,
+        "evt.joint.plan.solve": 1.5,
+        "evt, the rest": 1.25,
     }
 
 
