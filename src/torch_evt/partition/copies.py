@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from torch import fx
@@ -22,6 +23,7 @@ def with_copies(
     The originals stay in forward: the copies are `kept`. position: of the graph's nodes.
     """
 
+    @functools.cache
     def fits(node: fx.Node) -> bool:
         value = tensor_of(node)
         return value is not None and region.space.groups(value.shape) is not None

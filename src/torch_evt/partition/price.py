@@ -166,8 +166,7 @@ class InductorModel:
             holder = self.groups.get(source.node)
             if holder is None or holder.nodes & inside:
                 continue
-            stored_before = self._stored(source.node, holder.nodes - inside, inside)
-            if not stored_before:
+            if not self.leaves(source.node, holder.nodes | inside):
                 total -= bytes_of(source.node.meta["val"]) / self.device.bytes_per_us()
         return total
 
@@ -177,11 +176,6 @@ class InductorModel:
         if size is None:
             size = self._sizes[node] = bytes_of(node.meta.get("val"))
         return size
-
-    def _stored(self, node: fx.Node, group: frozenset[fx.Node], inside: frozenset[fx.Node]) -> bool:
-        return node in self.results or any(
-            user not in group and user not in inside for user in node.users
-        )
 
     def _price(
         self,
