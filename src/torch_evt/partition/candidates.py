@@ -21,7 +21,14 @@ from torch_evt.mainloops import MainLoop, for_target
 from torch_evt.partition.builder import Builder
 from torch_evt.partition.elementwise import constant, is_arithmetic, is_elementwise
 from torch_evt.partition.halves import Label
-from torch_evt.partition.region import Refused, Region, is_reduction, is_swap, is_view
+from torch_evt.partition.region import (
+    Refused,
+    Region,
+    is_reduction,
+    is_swap,
+    is_view,
+    works,
+)
 
 
 @dataclass(frozen=True)
@@ -106,26 +113,33 @@ def build(
 ) -> Region | Reason:
     """The region of exactly these nodes (given in graph order), or why it is illegal.
 
-    recompute: as for `Builder.finish`.
+    recompute: leave to users outside what `Builder.recomputable` says.
     """
-    built = _built(anchor, mainloop, nodes, rules)
-    return built.finish(recompute=recompute) if isinstance(built, Builder) else built
-
-
-def _built(
-    anchor: fx.Node, mainloop: MainLoop, nodes: Iterable[fx.Node], rules: Rules
-) -> Builder | Reason:
-    """A builder that holds exactly these nodes, or why there is none."""
     try:
         builder = _builder(anchor, mainloop, rules)
     except Refused as refusal:
         return refusal.reason
-    for node in nodes:
-        if node is not anchor:
-            reason = builder.add(node)
-            if reason is not None:
-                return reason
-    return builder
+    reason = _fill(builder, nodes)
+    if reason is not None:
+        return reason
+    return builder.finish(builder.recomputable() if recompute else frozenset())
+
+
+def _fill(builder: Builder, nodes: Iterable[fx.Node]) -> Reason | None:
+    """Make a builder hold exactly these nodes, as if it took them in in this order, its anchor
+    first; the reason if it cannot."""
+    wanted = [builder.anchor, *(node for node in nodes if node is not builder.anchor)]
+    same = 0
+    for held, node in zip(builder.nodes, wanted, strict=False):
+        if held is not node:
+            break
+        same += 1
+    builder.rewind(same)
+    for node in wanted[same:]:
+        reason = builder.add(node)
+        if reason is not None:
+            return reason
+    return None
 
 
 def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Growth:
@@ -159,7 +173,7 @@ def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Gro
         else:
             outside.add_dependents(node)
             pending = {waiting for waiting in pending if waiting not in outside}
-    regions = _legal(builder, stages, mainloop, positions, rules)
+    regions = _legal(builder, stages, positions)
     reason, blocker = first if first is not None else (errors.BARE, None)
     return Growth(anchor, tuple(regions), reason, blocker)
 
@@ -187,10 +201,10 @@ def _take(
     if reason is not None:
         return reason
     producers = _own_producers(builder, node, outside, positions, rules, half)
-    mark = builder.mark()
+    held = len(builder.nodes)
     if producers and all(builder.add(p) is None for p in producers) and builder.add(node) is None:
         return None
-    builder.rewind(mark)
+    builder.rewind(held)
     return builder.add(node)
 
 
@@ -244,11 +258,9 @@ def _own_producers(
 def _legal(
     builder: Builder,
     stages: list[list[fx.Node]],
-    mainloop: MainLoop,
     positions: Mapping[fx.Node, int],
-    rules: Rules,
 ) -> list[Region]:
-    """The regions of the stages, each also without its loose ends."""
+    """The regions of the stages, each also without its loose ends. The builder's nodes change."""
     found: list[Region] = []
     seen: set[frozenset[fx.Node]] = set()
     for stage in [*stages, list(builder.nodes)]:
@@ -258,13 +270,12 @@ def _legal(
                 continue
             seen.add(key)
             ordered = sorted(nodes, key=positions.__getitem__)
-            built = _built(builder.anchor, mainloop, ordered, rules)
-            if not isinstance(built, Builder):
+            if _fill(builder, ordered) is not None:
                 continue
-            regions = [built.finish()]
-            if built.recomputable():
-                regions.append(built.finish(recompute=True))
-            found += [r for r in regions if isinstance(r, Region) and r.counts]
+            for kept in dict.fromkeys((frozenset(), builder.recomputable())):
+                if works(builder.anchor, nodes, kept):
+                    region = builder.finish(kept)
+                    found += [region] if isinstance(region, Region) else []
     return found
 
 
