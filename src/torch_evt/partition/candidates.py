@@ -55,6 +55,19 @@ class Rules:
     taken: set[fx.Node] = field(default_factory=set)
 
 
+@dataclass
+class Trail:
+    """What a growth has looked at, in order: all that it depends on beside the rules.
+
+    inspected: nodes that could have entered, the anchor among them. taken_in: those that did.
+    closed: nodes whose dependents could not enter any more.
+    """
+
+    inspected: list[fx.Node] = field(default_factory=list)
+    taken_in: list[fx.Node] = field(default_factory=list)
+    closed: list[fx.Node] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Order:
     """Where each node of a graph stands, and, as the bits of a number, the positions of all nodes
@@ -142,8 +155,12 @@ def _fill(builder: Builder, nodes: Iterable[fx.Node]) -> Reason | None:
     return None
 
 
-def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Growth:
-    """All candidates of one anchor."""
+def grow(
+    anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules, trail: Trail | None = None
+) -> Growth:
+    """All candidates of one anchor. trail: is told what they depend on (`partition.growths`)."""
+    trail = trail or Trail()
+    trail.inspected.append(anchor)
     half = rules.labels[anchor]
     if half == "either":
         return Growth(anchor, (), errors.NO_HALF)
@@ -161,7 +178,8 @@ def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Gro
         pending.remove(node)
         if node.op == "output":
             continue
-        reason = _take(builder, node, outside, positions, rules, half)
+        trail.inspected.append(node)
+        reason = _take(builder, node, outside, positions, rules, half, trail)
         if reason is not None:
             outside.add(node)
             if first is None and not is_view(node):
@@ -172,7 +190,9 @@ def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Gro
             pending.update(u for u in node.users if u not in outside and not builder.holds(u))
         else:
             outside.add_dependents(node)
+            trail.closed.append(node)
             pending = {waiting for waiting in pending if waiting not in outside}
+    trail.taken_in += builder.nodes
     regions = _legal(builder, stages, positions)
     reason, blocker = first if first is not None else (errors.BARE, None)
     return Growth(anchor, tuple(regions), reason, blocker)
@@ -195,12 +215,13 @@ def _take(
     positions: Mapping[fx.Node, int],
     rules: Rules,
     half: Label,
+    trail: Trail,
 ) -> Reason | None:
     """Take a node into the region, with the producers that only it needs."""
     reason = _may_enter(node, outside, rules, half)
     if reason is not None:
         return reason
-    producers = _own_producers(builder, node, outside, positions, rules, half)
+    producers = _own_producers(builder, node, outside, positions, rules, half, trail)
     held = len(builder.nodes)
     if producers and all(builder.add(p) is None for p in producers) and builder.add(node) is None:
         return None
@@ -226,6 +247,7 @@ def _own_producers(
     positions: Mapping[fx.Node, int],
     rules: Rules,
     half: Label,
+    trail: Trail,
 ) -> list[fx.Node]:
     """Elementwise producers, full tiles, that nobody but `node` and the others of them needs."""
     own: list[fx.Node] = []
@@ -238,6 +260,7 @@ def _own_producers(
         value = tensor_of(source)
         if value is None or not (is_elementwise(source) or is_view(source)):
             continue
+        trail.inspected.append(source)
         if (
             builder.space.groups(value.shape) is None
             or _may_enter(source, outside, rules, half) is not None
