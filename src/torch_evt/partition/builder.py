@@ -143,16 +143,20 @@ class Builder:
         """Whether a node is in the region."""
         return node in self.values or node in self.reductions or node in self.swapped
 
-    def rewind(self, count: int) -> None:
-        """Forget every node but the first `count`, and what was loaded for them."""
-        if count == len(self.nodes):
+    def mark(self) -> int:
+        """A point to `rewind` to: how many nodes are in."""
+        return len(self.nodes)
+
+    def rewind(self, mark: int) -> None:
+        """Forget every node but the first `mark`, and what was loaded for the others."""
+        if mark == len(self.nodes):
             return
-        for node in self.nodes[count:]:
+        for node in self.nodes[mark:]:
             self.values.pop(node, None)
             self.reductions.pop(node, None)
             self.swapped.pop(node, None)
-        self.loads.rewind(self._marks[count])
-        del self.nodes[count:], self._marks[count:]
+        self.loads.rewind(self._marks[mark])
+        del self.nodes[mark:], self._marks[mark:]
 
     def add(self, node: fx.Node) -> Reason | None:
         """Take a node in, whose full-tile inputs are in or are loaded; the reason if it cannot."""

@@ -222,10 +222,10 @@ def _take(
     if reason is not None:
         return reason
     producers = _own_producers(builder, node, outside, positions, rules, half, trail)
-    held = len(builder.nodes)
+    mark = builder.mark()
     if producers and all(builder.add(p) is None for p in producers) and builder.add(node) is None:
         return None
-    builder.rewind(held)
+    builder.rewind(mark)
     return builder.add(node)
 
 

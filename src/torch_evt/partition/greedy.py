@@ -14,7 +14,8 @@ from torch import fx
 from torch_evt import errors
 from torch_evt.devices import Device
 from torch_evt.errors import Reason
-from torch_evt.partition.candidates import Growth, Rules, anchors, grow, order_of
+from torch_evt.partition.candidates import Growth, Rules, anchors, order_of
+from torch_evt.partition.growths import Growths
 from torch_evt.partition.price import InductorModel, region_us
 from torch_evt.partition.region import Region
 
@@ -82,12 +83,13 @@ def choose(
         accepted.append(region)
         taken.update(region.nodes)
     rules = replace(rules, taken=taken)
+    shared = Growths(order, rules)
     growths: dict[fx.Node, Growth] = {}
     loops = dict(anchors(graph))
     rank: dict[fx.Node, list[Priced]] = {}
 
     def reprice(anchor: fx.Node) -> None:
-        growths[anchor] = grow(anchor, loops[anchor], order, rules)
+        growths[anchor] = shared.of(anchor, loops[anchor])
         rank[anchor] = sorted(
             (
                 Priced(r, region_us(r, device), model.replaced_us(r, dict.fromkeys(taken)))
