@@ -22,6 +22,7 @@ from torch_evt.graphs import (
     is_contiguous,
     is_one,
     module_of,
+    number_of,
     output_node,
     output_values,
     product,
@@ -282,3 +283,11 @@ def test_signatures_of_symbolic_graphs_compare_without_a_guard() -> None:
     kept = signature(module.graph)
     verify(module.graph, kept, "nothing")
     assert guards(module) == before
+
+
+def test_a_constant_made_of_a_symbolic_number_is_no_number() -> None:
+    graph = fx.Graph()
+    size = graph.placeholder("size")
+    scalar = [graph.call_function(aten.scalar_tensor.default, (n,)) for n in (2, size)]
+    full = [graph.call_function(aten.full.default, ([], n)) for n in (2.5, size)]
+    assert [number_of(made) for made in (*scalar, *full)] == [2.0, None, 2.5, None]

@@ -262,15 +262,16 @@ def same_checkpoint(a: fx.Node, b: fx.Node) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """The value of a Python number, or of a node that makes a 0-dimensional constant."""
+    """The value of a Python number, or of a node that makes a 0-dimensional constant of one."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
+    made: Any = None
     if isinstance(value, fx.Node):
         if value.target is aten.scalar_tensor.default:
-            return float(value.args[0])  # type: ignore[arg-type]
-        if value.target is aten.full.default and not value.args[0]:
-            return float(value.args[1])  # type: ignore[arg-type]
-    return None
+            made = value.args[0]
+        elif value.target is aten.full.default and not value.args[0]:
+            made = value.args[1]
+    return float(made) if isinstance(made, (int, float)) else None
 
 
 def rename(node: fx.Node, name: str) -> None:

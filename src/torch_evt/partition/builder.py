@@ -27,7 +27,7 @@ from torch_evt.partition.elementwise import (
     is_elementwise,
     value_of,
 )
-from torch_evt.partition.loads import Loads, renumber
+from torch_evt.partition.loads import Loads
 from torch_evt.partition.maxima import is_compared
 from torch_evt.partition.region import (
     REDUCTIONS,
@@ -52,18 +52,14 @@ from torch_evt.tree.ir import (
     Compute,
     Const,
     Layout,
-    Load,
     Operand,
     Over,
     Reduce,
     Store,
     Tree,
     Value,
-    postorder,
 )
-from torch_evt.tree.rewrite import read_as_stored
-from torch_evt.tree.simplify import simplify
-from torch_evt.tree.verify import verify
+from torch_evt.tree.normal import normal_form, tile_loads
 
 aten = torch.ops.aten
 
@@ -89,6 +85,7 @@ class Builder:
         self.exact_rounding = exact_rounding
         self.disabled = frozenset(disabled)
         self.nodes: list[fx.Node] = []
+        self._marks: list[tuple[int, int]] = []  # of the loads, before each node
         self.values: dict[fx.Node, Value] = {}  # full tiles
         self.reductions: dict[fx.Node, Reduce] = {}
         self.swapped: dict[fx.Node, Value] = {}  # tiles with m and n exchanged
@@ -132,6 +129,7 @@ class Builder:
                     bias = Compute("mul", (bias, Const(beta)))
                 value = Compute("add", (value, bias))
         self._keep(self.anchor, value)
+        self._marks.append((0, 0))
 
     def _keep(self, node: fx.Node, value: Value) -> None:
         tensor = tensor_of(node)
@@ -145,28 +143,30 @@ class Builder:
         """Whether a node is in the region."""
         return node in self.values or node in self.reductions or node in self.swapped
 
-    def mark(self) -> tuple[int, tuple[int, int]]:
-        """A point to `rewind` to."""
-        return len(self.nodes), self.loads.mark()
+    def mark(self) -> int:
+        """A point to `rewind` to: how many nodes are in."""
+        return len(self.nodes)
 
-    def rewind(self, mark: tuple[int, tuple[int, int]]) -> None:
-        """Forget everything that was taken in since `mark`."""
-        count, loads = mark
-        for node in self.nodes[count:]:
+    def rewind(self, mark: int) -> None:
+        """Forget every node but the first `mark`, and what was loaded for the others."""
+        if mark == len(self.nodes):
+            return
+        for node in self.nodes[mark:]:
             self.values.pop(node, None)
             self.reductions.pop(node, None)
             self.swapped.pop(node, None)
-        del self.nodes[count:]
-        self.loads.rewind(loads)
+        self.loads.rewind(self._marks[mark])
+        del self.nodes[mark:], self._marks[mark:]
 
     def add(self, node: fx.Node) -> Reason | None:
         """Take a node in, whose full-tile inputs are in or are loaded; the reason if it cannot."""
-        mark = self.mark()
+        mark = self.loads.mark()
         try:
             self._add(node)
         except Refused as refusal:
-            self.rewind(mark)
+            self.loads.rewind(mark)
             return refusal.reason
+        self._marks.append(mark)
         return None
 
     def _add(self, node: fx.Node) -> None:
@@ -275,7 +275,7 @@ class Builder:
         assert value is not None
         return Cast(self.values[source], value.dtype)
 
-    def finish(self, *, kept: frozenset[fx.Node] = frozenset()) -> Region | Reason:
+    def finish(self, kept: frozenset[fx.Node] = frozenset()) -> Region | Reason:
         """The region with a store for every value that is used outside; the reason if illegal.
 
         kept: nodes that stay in the graph as well, so that nothing of them is stored.
@@ -364,7 +364,7 @@ class Builder:
 
     def _region(self, outputs: list[Output], kept: frozenset[fx.Node]) -> Region | Reason:
         reductions = sum(isinstance(o.sink, Reduce) for o in outputs)
-        loads = self._used_tile_loads(outputs)
+        loads = tile_loads(tuple(output.sink.value for output in outputs))
         limits = self.mainloop
         if (
             len(outputs) - reductions > limits.max_stores
@@ -373,16 +373,14 @@ class Builder:
             or len(outputs) > 8
         ):
             return errors.TOO_MANY
-        sinks = read_as_stored([output.sink for output in outputs])
-        tree = Tree(self.mainloop.name, self.operands, tuple(sinks))
+        sinks = tuple(output.sink for output in outputs)
         try:
-            tree = simplify(tree)
-            tree, arguments, sizes = renumber(tree, self.loads.arguments, self.loads.sizes)
-            verify(tree)
+            normal = normal_form(Tree(self.mainloop.name, self.operands, sinks))
         except TreeError:  # types that do not go together, integers and floats say
             return errors.VALUE_DTYPE
         outputs = [
-            replace(output, sink=sink) for output, sink in zip(outputs, tree.sinks, strict=True)
+            replace(output, sink=sink)
+            for output, sink in zip(outputs, normal.tree.sinks, strict=True)
         ]
         operands = tuple(Input(node) for node in self.operand_nodes)
         return Region(
@@ -390,16 +388,12 @@ class Builder:
             mainloop=self.mainloop,
             space=self.space,
             nodes=tuple(self.nodes),
-            tree=tree,
-            inputs=operands + tuple(arguments),
-            sizes=tuple(sizes),
+            tree=normal.tree,
+            inputs=operands + tuple(self.loads.arguments[i] for i in normal.arguments),
+            sizes=tuple(self.loads.sizes[i] for i in normal.sizes),
             outputs=tuple(outputs),
             kept=kept,
         )
-
-    def _used_tile_loads(self, outputs: list[Output]) -> int:
-        values = postorder([o.sink.value for o in outputs])
-        return sum(isinstance(v, Load) and v.kind == "tile" for v in values)
 
 
 def folded(space: Space, node: fx.Node, value: torch.Tensor) -> tuple[Over, bool]:

@@ -21,7 +21,14 @@ from torch_evt.mainloops import MainLoop, for_target
 from torch_evt.partition.builder import Builder
 from torch_evt.partition.elementwise import constant, is_arithmetic, is_elementwise
 from torch_evt.partition.halves import Label
-from torch_evt.partition.region import Refused, Region, is_reduction, is_swap, is_view
+from torch_evt.partition.region import (
+    Refused,
+    Region,
+    is_reduction,
+    is_swap,
+    is_view,
+    works,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,19 @@ class Rules:
     exact_rounding: bool = False
     disabled: tuple[str, ...] = ()
     taken: set[fx.Node] = field(default_factory=set)
+
+
+@dataclass
+class Trail:
+    """What a growth has looked at, in order: all that it depends on beside the rules.
+
+    inspected: nodes that could have entered, the anchor among them. taken_in: those that did.
+    closed: nodes whose dependents could not enter any more.
+    """
+
+    inspected: list[fx.Node] = field(default_factory=list)
+    taken_in: list[fx.Node] = field(default_factory=list)
+    closed: list[fx.Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -108,28 +128,39 @@ def build(
 
     kept: as for `Builder.finish`.
     """
-    built = _built(anchor, mainloop, nodes, rules)
-    return built.finish(kept=kept) if isinstance(built, Builder) else built
-
-
-def _built(
-    anchor: fx.Node, mainloop: MainLoop, nodes: Iterable[fx.Node], rules: Rules
-) -> Builder | Reason:
-    """A builder that holds exactly these nodes, or why there is none."""
     try:
         builder = _builder(anchor, mainloop, rules)
     except Refused as refusal:
         return refusal.reason
-    for node in nodes:
-        if node is not anchor:
-            reason = builder.add(node)
-            if reason is not None:
-                return reason
-    return builder
+    reason = _fill(builder, nodes)
+    if reason is not None:
+        return reason
+    return builder.finish(kept)
 
 
-def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Growth:
-    """All candidates of one anchor."""
+def _fill(builder: Builder, nodes: Iterable[fx.Node]) -> Reason | None:
+    """Make a builder hold exactly these nodes, as if it took them in in this order, its anchor
+    first; the reason if it cannot."""
+    wanted = [builder.anchor, *(node for node in nodes if node is not builder.anchor)]
+    same = 0
+    for held, node in zip(builder.nodes, wanted, strict=False):
+        if held is not node:
+            break
+        same += 1
+    builder.rewind(same)
+    for node in wanted[same:]:
+        reason = builder.add(node)
+        if reason is not None:
+            return reason
+    return None
+
+
+def grow(
+    anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules, trail: Trail | None = None
+) -> Growth:
+    """All candidates of one anchor. trail: is told what they depend on (`partition.growths`)."""
+    trail = trail or Trail()
+    trail.inspected.append(anchor)
     half = rules.labels[anchor]
     if half == "either":
         return Growth(anchor, (), errors.NO_HALF)
@@ -147,7 +178,8 @@ def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Gro
         pending.remove(node)
         if node.op == "output":
             continue
-        reason = _take(builder, node, outside, positions, rules, half)
+        trail.inspected.append(node)
+        reason = _take(builder, node, outside, positions, rules, half, trail)
         if reason is not None:
             outside.add(node)
             if first is None and not is_view(node):
@@ -158,8 +190,10 @@ def grow(anchor: fx.Node, mainloop: MainLoop, order: Order, rules: Rules) -> Gro
             pending.update(u for u in node.users if u not in outside and not builder.holds(u))
         else:
             outside.add_dependents(node)
+            trail.closed.append(node)
             pending = {waiting for waiting in pending if waiting not in outside}
-    regions = _legal(builder, stages, mainloop, positions, rules)
+    trail.taken_in += builder.nodes
+    regions = _legal(builder, stages, positions)
     reason, blocker = first if first is not None else (errors.BARE, None)
     return Growth(anchor, tuple(regions), reason, blocker)
 
@@ -181,12 +215,13 @@ def _take(
     positions: Mapping[fx.Node, int],
     rules: Rules,
     half: Label,
+    trail: Trail,
 ) -> Reason | None:
     """Take a node into the region, with the producers that only it needs."""
     reason = _may_enter(node, outside, rules, half)
     if reason is not None:
         return reason
-    producers = _own_producers(builder, node, outside, positions, rules, half)
+    producers = _own_producers(builder, node, outside, positions, rules, half, trail)
     mark = builder.mark()
     if producers and all(builder.add(p) is None for p in producers) and builder.add(node) is None:
         return None
@@ -212,6 +247,7 @@ def _own_producers(
     positions: Mapping[fx.Node, int],
     rules: Rules,
     half: Label,
+    trail: Trail,
 ) -> list[fx.Node]:
     """Elementwise producers, full tiles, that nobody but `node` and the others of them needs."""
     own: list[fx.Node] = []
@@ -224,6 +260,7 @@ def _own_producers(
         value = tensor_of(source)
         if value is None or not (is_elementwise(source) or is_view(source)):
             continue
+        trail.inspected.append(source)
         if (
             builder.space.groups(value.shape) is None
             or _may_enter(source, outside, rules, half) is not None
@@ -244,11 +281,9 @@ def _own_producers(
 def _legal(
     builder: Builder,
     stages: list[list[fx.Node]],
-    mainloop: MainLoop,
     positions: Mapping[fx.Node, int],
-    rules: Rules,
 ) -> list[Region]:
-    """The regions of the stages, each also without its loose ends."""
+    """The regions of the stages, each also without its loose ends. The builder's nodes change."""
     found: list[Region] = []
     seen: set[frozenset[fx.Node]] = set()
     for stage in [*stages, list(builder.nodes)]:
@@ -258,13 +293,12 @@ def _legal(
                 continue
             seen.add(key)
             ordered = sorted(nodes, key=positions.__getitem__)
-            built = _built(builder.anchor, mainloop, ordered, rules)
-            if not isinstance(built, Builder):
+            if _fill(builder, ordered) is not None:
                 continue
-            regions = [built.finish()]
-            if kept := built.recomputable():
-                regions.append(built.finish(kept=kept))
-            found += [r for r in regions if isinstance(r, Region) and r.counts]
+            for kept in dict.fromkeys((frozenset(), builder.recomputable())):
+                if works(builder.anchor, nodes, kept):
+                    region = builder.finish(kept)
+                    found += [region] if isinstance(region, Region) else []
     return found
 
 

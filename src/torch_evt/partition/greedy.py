@@ -6,15 +6,16 @@ loads what the earlier one has left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
 from torch_evt import errors
 from torch_evt.devices import Device
 from torch_evt.errors import Reason
-from torch_evt.partition.candidates import Growth, Rules, anchors, grow, order_of
+from torch_evt.partition.candidates import Growth, Rules, anchors, order_of
+from torch_evt.partition.growths import Growths
 from torch_evt.partition.price import InductorModel, region_us
 from torch_evt.partition.region import Region
 
@@ -64,18 +65,19 @@ def choose(
     rules: Rules,
     fixed: Iterable[Region] = (),
     *,
-    growths: Mapping[fx.Node, Growth] | None = None,
+    growths: Growths | None = None,
     model: InductorModel | None = None,
 ) -> Choice:
     """Choose regions for every anchor of `graph`.
 
     fixed: regions that are chosen already; they come first, as long as each gains something.
-    growths: of all anchors by the same rules, where they are known; model: likewise.
+    growths: of the same graph by the same rules, where some are known; model: of the same graph.
+    rules.taken receives the nodes of the chosen regions.
     """
     order = order_of(graph)
     positions = order.position
     model = model or InductorModel(graph, device, rules.labels)
-    taken: set[fx.Node] = set()
+    taken = rules.taken
     chosen: dict[fx.Node, Chosen] = {}
     accepted: list[Region] = []
     for region in fixed:
@@ -85,18 +87,17 @@ def choose(
         chosen[region.anchor] = Chosen(priced, ())
         accepted.append(region)
         taken.update(region.nodes)
-    rules = replace(rules, taken=taken)
-    growths = dict(growths or {})
+    shared = growths or Growths(order, rules)
+    grown: dict[fx.Node, Growth] = {}
     loops = dict(anchors(graph))
     rank: dict[fx.Node, list[Priced]] = {}
 
     def reprice(anchor: fx.Node) -> None:
-        if taken or anchor not in growths:
-            growths[anchor] = grow(anchor, loops[anchor], order, rules)
+        grown[anchor] = shared.of(anchor, loops[anchor])
         rank[anchor] = sorted(
             (
                 Priced(r, region_us(r, device), model.replaced_us(r, dict.fromkeys(taken)))
-                for r in growths[anchor].regions
+                for r in grown[anchor].regions
             ),
             key=lambda p: -p.gain_us,
         )
@@ -127,7 +128,7 @@ def choose(
         open_anchors.remove(anchor)
     left = []
     for anchor in open_anchors:
-        growth = growths[anchor]
+        growth = grown[anchor]
         best_left = rank[anchor][0] if rank[anchor] else None
         reason = growth.reason or errors.BARE
         if best_left is not None:

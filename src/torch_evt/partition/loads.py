@@ -14,8 +14,7 @@ from torch_evt.mainloops import MainLoop
 from torch_evt.partition.elementwise import CONVERT, constant
 from torch_evt.partition.region import Input, Refused, is_view, is_widening, layout_of
 from torch_evt.partition.space import SizedTerm, Space
-from torch_evt.tree.ir import Cast, Load, Term, Tree, Value, postorder, roots
-from torch_evt.tree.rewrite import rebuild
+from torch_evt.tree.ir import Cast, Load, Term, Value
 
 aten = torch.ops.aten
 
@@ -136,25 +135,3 @@ def _same_view(a: tuple[Size, ...] | None, b: tuple[Size, ...] | None) -> bool:
     if a is None or b is None:
         return a is b
     return same_sizes(a, b)
-
-
-def renumber(
-    tree: Tree, arguments: list[Input], sizes: list[Size]
-) -> tuple[Tree, list[Input], list[Size]]:
-    """Number arguments and sizes in the order of first use, leaving out what is not used."""
-    loads = [v for v in postorder(roots(tree)) if isinstance(v, Load)]
-    order = list(dict.fromkeys(load.argument for load in loads))
-    size_order = list(
-        dict.fromkeys(t.size for load in loads for t in load.index if t.size is not None)
-    )
-
-    def renumbered(value: Value) -> Value:
-        if not isinstance(value, Load):
-            return value
-        terms = tuple(
-            Term(t.axis, t.op, None if t.size is None else size_order.index(t.size))
-            for t in value.index
-        )
-        return Load(order.index(value.argument), value.dtype, terms, value.layout)
-
-    return rebuild(tree, renumbered), [arguments[i] for i in order], [sizes[i] for i in size_order]

@@ -10,9 +10,10 @@ from torch import fx
 from torch_evt import errors
 from torch_evt.devices import Device
 from torch_evt.partition import greedy
-from torch_evt.partition.candidates import Growth, Rules, anchors, grow, order_of
+from torch_evt.partition.candidates import Growth, Rules, anchors, order_of
 from torch_evt.partition.copies import with_copies
 from torch_evt.partition.greedy import Choice, Chosen, Left, Priced
+from torch_evt.partition.growths import Growths
 from torch_evt.partition.kernels import Kernel, Saving, enumerate_kernels
 from torch_evt.partition.price import InductorModel, region_us
 from torch_evt.partition.program import Problem, Solution, solve
@@ -56,9 +57,11 @@ def optimise(
     """
     order = order_of(graph)
     loops = dict(anchors(graph))
-    growths = {anchor: grow(anchor, loop, order, rules) for anchor, loop in loops.items()}
+    rules = replace(rules, taken=set())
+    shared = Growths(order, rules)
+    growths = {anchor: shared.of(anchor, loop) for anchor, loop in loops.items()}
     model = InductorModel(graph, device, rules.labels)
-    planned = greedy.choose(graph, device, rules, growths=growths, model=model)
+    planned = greedy.choose(graph, device, rules, growths=shared, model=model)
     if nodes == 0:
         return Optimum(planned, "greedy")
     growths = _with_copies(growths, model, order.position, rules)

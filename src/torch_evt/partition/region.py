@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,18 @@ class Region:
 
     @property
     def counts(self) -> bool:
-        """Whether it holds an arithmetic node or a reduction beside its anchor's own bias.
+        """Whether it is more than its anchor, see `works`."""
+        return works(self.anchor, self.nodes, self.kept)
 
-        A node of which only the copy outside is read is no work of the region's.
-        """
-        return any(
-            n is not self.anchor and n not in self.kept and (is_arithmetic(n) or is_reduction(n))
-            for n in self.nodes
-        )
+
+def works(anchor: fx.Node, nodes: Iterable[fx.Node], kept: frozenset[fx.Node]) -> bool:
+    """Whether a region holds an arithmetic node or a reduction beside its anchor's own bias.
+
+    A node of which only the copy outside is read is no work of the region's.
+    """
+    return any(
+        n is not anchor and n not in kept and (is_arithmetic(n) or is_reduction(n)) for n in nodes
+    )
 
 
 def is_reduction(node: fx.Node) -> bool:

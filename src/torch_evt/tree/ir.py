@@ -34,10 +34,10 @@ A kernel's tensors are, in order: the operands without a tree of their own, then
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -81,17 +81,26 @@ class _Interned(type):
     _lock = threading.Lock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and len(args) == len(cls.__match_args__):  # type: ignore[attr-defined]
+            existing = cls._existing.get(cls._identity(*args))  # type: ignore[attr-defined]
+            if existing is not None:
+                return existing
         value = super().__call__(*args, **kwargs)
         with cls._lock:
-            return cls._existing.setdefault(value._identity(), value)
+            return cls._existing.setdefault(cls._identity(*value._fields()), value)  # type: ignore[attr-defined]
 
 
 class _Value(metaclass=_Interned):
-    def _identity(self) -> tuple[Any, ...]:
-        return (type(self), *(getattr(self, f.name) for f in dataclasses.fields(self)))  # type: ignore[arg-type]
+    @classmethod
+    def _identity(cls, *fields: Any) -> tuple[Any, ...]:
+        """What tells a value with these fields, in order, from every other value."""
+        return (cls, *fields)
+
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.__match_args__)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return type(self), self._identity()[1:]
+        return type(self), self._fields()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +122,7 @@ class Load(_Value):
     layout: Layout | None = None
     overwritten: bool = False
 
-    @property
+    @cached_property
     def kind(self) -> LoadKind:
         """Tile: depends on a row and a column; row: on a column only; column: on a row only."""
         axes = {term.axis for term in self.index}
@@ -134,12 +143,10 @@ class Const(_Value):
 
     value: float | int | bool
 
-    def _identity(self) -> tuple[Any, ...]:
-        # repr tells -0.0 from 0.0 and makes nan equal to itself
-        return Const, type(self.value).__name__, repr(self.value)
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Const, (self.value,)
+    @classmethod
+    def _identity(cls, *fields: Any) -> tuple[Any, ...]:
+        (value,) = fields  # repr tells -0.0 from 0.0 and makes nan equal to itself
+        return cls, type(value).__name__, repr(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,15 +292,15 @@ def postorder(starts: Iterable[Value]) -> list[Value]:
     seen: set[Value] = set()
     order: list[Value] = []
     for start in starts:
-        stack: list[tuple[Value, bool]] = [(start, False)]
+        stack = [start]
         while stack:
-            value, expanded = stack.pop()
-            if value in seen:
+            value = stack[-1]
+            waiting = [] if value in seen else [c for c in children(value) if c not in seen]
+            if waiting:
+                stack.extend(reversed(waiting))
                 continue
-            if expanded:
+            stack.pop()
+            if value not in seen:
                 seen.add(value)
                 order.append(value)
-                continue
-            stack.append((value, True))
-            stack.extend((child, False) for child in reversed(children(value)))
     return order
