@@ -252,10 +252,11 @@ class _Enumerator:
         nodes = remainder.nodes
         half = self.half(next(iter(nodes)))
         needed, idle = self._stored(remainder, half)
+        instead = {value: self._stored_instead(value, nodes) for value in idle}
         reads = self.model.reads_of(nodes)
         chains = self._recomputable(reads, half)
         for left_out in _subsets(idle):
-            stores = needed | (idle - left_out)
+            stores = needed.union(idle - left_out, *(instead[value] for value in left_out))
             written = sum(self.model.size(v) for v in stores)
             for again in _subsets(chains.keys()):
                 own = reads
@@ -277,11 +278,15 @@ class _Enumerator:
             if not readers and not result:
                 continue
             forward = result or any(self.half(r) == half for r in readers)
-            if forward or half != "forward" or not self.recomputation.possible(node):
+            if forward or half != "forward" or not self.recomputation.chain(node, ()).nodes:
                 needed.add(node)
             else:
                 idle.add(node)
         return frozenset(needed), frozenset(idle)
+
+    def _stored_instead(self, value: fx.Node, nodes: Nodes) -> Nodes:
+        """What a kernel of these nodes must store for backward to compute a value again."""
+        return self.recomputation.chain(value, ()).reads & nodes
 
     def _recomputable(self, reads: Mapping[fx.Node, int], half: Half) -> dict[fx.Node, Nodes]:
         """The values that a backward kernel reads and can compute again, and by which nodes."""

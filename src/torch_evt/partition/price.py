@@ -161,13 +161,6 @@ class InductorModel:
                 group.nodes - gone - inside, gone | inside, {n: region for n in region.kept}
             )
             total += before - after
-        # a value that the region reads, and that its group would not have stored, is stored now
-        for source in region.inputs[len(region.tree.operands) :]:
-            holder = self.groups.get(source.node)
-            if holder is None or holder.nodes & inside:
-                continue
-            if not self.leaves(source.node, holder.nodes | inside):
-                total -= bytes_of(source.node.meta["val"]) / self.device.bytes_per_us()
         return total
 
     def size(self, node: fx.Node) -> int:
@@ -214,9 +207,13 @@ class InductorModel:
         """The values in memory that a kernel of these nodes reads, each with its bytes."""
         reads: dict[fx.Node, int] = {}
         for node in nodes:
+            if node.target in _MOVES:
+                continue  # whoever reads it here sees through it
             for source in node.all_input_nodes:
                 root, size = source, self.size(source)
-                while root not in nodes and passes(root) and root.all_input_nodes:
+                while root.all_input_nodes and (
+                    root.target in _MOVES or (root not in nodes and passes(root))
+                ):
                     root = root.all_input_nodes[0]
                     size = min(size, self.size(root))
                 if root not in nodes and constant(root) is None:
