@@ -125,7 +125,7 @@ CASES = [
     ),
     Case("column sums", lambda m, x: m.linear(x).exp().sum(0), (1, 0), holds="rows"),
     Case("row sums", lambda m, x: m.linear(x).sigmoid().sum(1), (1, 0), holds="columns"),
-    Case("row maxima", lambda m, x: m.linear(x).amax(1), (0, 0)),
+    Case("row maxima", lambda m, x: m.linear(x).amax(1), (1, 0), holds="max, columns"),
     Case("maxima of a function", lambda m, x: torch.tanh(m.linear(x)).amax(1), (0, 0)),
     Case("transposed", lambda m, x: torch.tanh(m.linear(x)).t().contiguous(), (1, 0), holds=" m "),
     Case("transposed view", lambda m, x: torch.tanh(m.linear(x)).t(), (1, 0)),
