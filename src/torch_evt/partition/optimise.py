@@ -14,6 +14,7 @@ from torch_evt.partition.candidates import Growth, Rules, anchors, order_of
 from torch_evt.partition.copies import with_copies
 from torch_evt.partition.greedy import Choice, Chosen, Left, Priced
 from torch_evt.partition.growths import Growths
+from torch_evt.partition.instead import Instead
 from torch_evt.partition.kernels import Kernel, Saving, enumerate_kernels
 from torch_evt.partition.price import InductorModel, region_us
 from torch_evt.partition.program import Problem, Solution, solve
@@ -98,8 +99,10 @@ def optimise(
     best = min(found, key=lambda a: a.objective_us)
     chosen = [kernels[r] for r in best.chosen]
     number = list(graph.nodes)
+    results = frozenset(number[value] for value, _ in problem.results)
+    instead = Instead(chosen, number, results, model)
     return Optimum(
-        _choice(chosen, growths, model, device, order.position),
+        _choice(chosen, growths, model, instead, order.position),
         "highs",
         best.optimal and best is answer,
         tuple(chosen),
@@ -146,7 +149,7 @@ def _choice(
     chosen: Sequence[Kernel],
     growths: Mapping[fx.Node, Growth],
     model: InductorModel,
-    device: Device,
+    instead: Instead,
     position: Mapping[fx.Node, int],
 ) -> Choice:
     """The chosen regions with their prices, and why the other anchors have none."""
@@ -160,7 +163,7 @@ def _choice(
             for r in growths[anchor].regions
             if not any(n in gone for n in r.nodes if n not in r.kept)
         )
-        priced = [Priced(r, region_us(r, device), model.replaced_us(r, gone)) for r in free]
+        priced = [Priced(r, region_us(r, model.device), model.replaced_us(r, gone)) for r in free]
         return sorted(priced, key=lambda p: -p.gain_us)
 
     with_region, without = [], []
@@ -168,8 +171,7 @@ def _choice(
         rank = ranked(anchor)
         if anchor in taken:
             region = taken[anchor]
-            gone = {n: a for n, a in owner.items() if a is not anchor}
-            own = Priced(region, region_us(region, device), model.replaced_us(region, gone))
+            own = Priced(region, region_us(region, model.device), instead.us(region))
             losers = tuple(p for p in rank if p.region is not region)
             with_region.append(Chosen(own, losers))
         else:
