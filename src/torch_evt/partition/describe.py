@@ -78,7 +78,8 @@ def _half(label: Label) -> Half:
 def _region_plan(chosen: Chosen, half: Half, number: int) -> RegionPlan:
     region = chosen.priced.region
     best = [
-        Alternative(to_text(loser.region.tree), loser.modelled_us) for loser in chosen.losers[:2]
+        Alternative(to_text(loser.region.tree), loser.modelled_us, loser.replaced_us)
+        for loser in chosen.losers[:2]
     ]
     return RegionPlan(
         name=f"region{number}",

@@ -18,10 +18,12 @@ Half = Literal["forward", "backward", "inference"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A candidate that lost. tree: its text; modelled_us: its modelled time in microseconds."""
+    """A candidate that lost. tree: its text; modelled_us: its modelled time in microseconds;
+    replaced_us: what Inductor would run in its place."""
 
     tree: str
     modelled_us: float
+    replaced_us: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """A plan as JSON: the contract that other programs read.
 
     {"schema": 1, "captured_on", "target", "versions", "graphs": [{
-        "id", "solver": {"name", "optimal", "objective_us"},
+        "id", "solver": {"name", "optimal", "objective_us", "greedy_us"},
         "regions": [{"name", "half": "forward|backward|inference", "anchor", "mainloop", "tree",
                      "count", "instances": [[node names]], "modelled_us", "measured_us",
-                     "replaced_us", "alternatives": [{"tree", "modelled_us"}]}],
+                     "replaced_us", "alternatives": [{"tree", "modelled_us",
+                     "replaced_us"}]}],
         "unfused": [{"node", "half", "reason", "modelled_us", "replaced_us"}],
         "saved": [{"tensor", "bytes"}], "saved_bytes", "inductor_saved_bytes"}]}
 
@@ -47,6 +48,7 @@ def _graph(graph: GraphPlan) -> dict[str, Any]:
             "name": graph.solver,
             "optimal": graph.optimal,
             "objective_us": _number(graph.objective_us),
+            "greedy_us": _number(graph.greedy_us),
         },
         "regions": [_region(group) for group in group_regions(graph.regions)],
         "unfused": [
@@ -80,7 +82,11 @@ def _region(group: list[RegionPlan]) -> dict[str, Any]:
         "measured_us": _number(mean(measured)) if measured else None,
         "replaced_us": _number(mean([r.replaced_us for r in group])),
         "alternatives": [
-            {"tree": other.tree, "modelled_us": _number(other.modelled_us)}
+            {
+                "tree": other.tree,
+                "modelled_us": _number(other.modelled_us),
+                "replaced_us": _number(other.replaced_us),
+            }
             for other in first.alternatives
         ],
     }

@@ -76,6 +76,12 @@ def _header(plan: Plan) -> RenderableType:
     return table
 
 
+def _against_greedy(graph: GraphPlan) -> str:
+    if graph.greedy_us is None:
+        return ""
+    return f" (by the greedy plan's regions {microseconds(graph.greedy_us)} us)"
+
+
 def _optimal(graph: GraphPlan) -> str:
     return ", optimal over the candidates" if graph.optimal else ""
 
@@ -86,7 +92,7 @@ def _graph(graph: GraphPlan) -> list[RenderableType]:
         Text.assemble(
             (f"graph {graph.id}", "bold"),
             f": {len(graph.regions)} regions, {state}; "
-            f"modelled {microseconds(graph.objective_us)} us",
+            f"modelled {microseconds(graph.objective_us)} us{_against_greedy(graph)}",
         )
     ]
     parts.extend(Text(f"  note: {note}", style="yellow") for note in graph.notes)
@@ -141,7 +147,10 @@ def _regions(half: Half, regions: list[RegionPlan]) -> Table:
         if measured:
             row.append(microseconds(mean(known) if known else None))
         table.add_row(*row, microseconds(replaced), _gain(modelled, replaced))
-    table.caption = "us: modelled for one kernel; if left: what Inductor would run in its place"
+    table.caption = (
+        "us: modelled for one kernel; if left: what Inductor would run in its place; "
+        "lost: the best other candidates, with both times"
+    )
     table.caption_justify = "left"
     return table
 
@@ -149,8 +158,16 @@ def _regions(half: Half, regions: list[RegionPlan]) -> Table:
 def _what(region: RegionPlan) -> Text:
     shape = " x ".join(region.shape)
     fuses = ", ".join(region.fuses) or "nothing beside the product"
+    lost = "".join(
+        f"\nlost, {microseconds(other.modelled_us)} for {microseconds(other.replaced_us)}: "
+        f"{other.tree}"
+        for other in region.alternatives
+    )
     return Text.assemble(
-        (fuses, "bold"), f"\n{region.anchor}, {region.mainloop} {shape}\n", (region.tree, "dim")
+        (fuses, "bold"),
+        f"\n{region.anchor}, {region.mainloop} {shape}\n",
+        region.tree,
+        (lost, "dim"),
     )
 
 
