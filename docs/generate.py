@@ -1,8 +1,8 @@
 """Writes what is generated in the documents; `make docs` runs it.
 
-    options.md, reasons.md        whole, from the code's own descriptions
-    life-of-a-linear-layer.md     the blocks that follow a line "<!-- generated: NAME -->"
-    README.md                     likewise; takes a minute
+    devices.md, options.md, reasons.md    whole, from the code's own descriptions
+    life-of-a-linear-layer.md             the blocks after a line "<!-- generated: NAME -->"
+    README.md                             likewise; takes a minute
 
 `tests/test_docs.py` fails where a document is not what this writes.
 """
@@ -17,6 +17,7 @@ import linear_layer
 import torch
 
 from torch_evt import pipeline, workloads
+from torch_evt.devices import DEVICES, Device
 from torch_evt.errors import REASONS
 from torch_evt.options import describe
 from torch_evt.report.explain import explain
@@ -26,6 +27,19 @@ from torch_evt.tree.functions import FUNCTIONS
 DOCS = Path(__file__).parent
 LIFE = DOCS / "life-of-a-linear-layer.md"
 README = DOCS.parent / "README.md"
+
+_DEVICES = """\
+# Devices
+
+Generated from `src/torch_evt/devices.py` by `make docs`.
+
+The names that `evt.target` and `evt explain --target` take. Without one, plans are priced for the
+GPU that is present, found by what `torch.cuda.get_device_name` says, and for an h200 where there is
+none that the table knows. Peak rates are for dense operands, in TFLOP/s; a format without a figure
+is priced as f32. A price is a peak times the share of it that good kernels reach: `sustained`. The
+datasheets' tables were read in published copies, NVIDIA's tuning guides themselves.
+
+"""
 
 _OPTIONS = """\
 # Options
@@ -63,6 +77,32 @@ Passes, in the order in which they first run: {passes}.
 
 Functions of trees: {functions}. A node that computes one of them then stays outside of all regions.
 """
+
+
+def devices_page() -> str:
+    """docs/devices.md."""
+    kinds = ("f64", "f32", "tf32", "bf16", "f16", "f8")
+    head = ("name", "called", "SMs", "TB/s", "L2, MiB", *kinds, "launch, us", "sustained")
+    rows = (_device_row(entry, kinds) for entry in DEVICES.values())
+    sources = "".join(
+        f"\n### {entry.name}\n\n"
+        + "".join(f"- `{field}`: {source}\n" for field, source in entry.sources.items())
+        for entry in DEVICES.values()
+    )
+    return f"{_DEVICES}{_table(head, rows)}\n## Where the figures come from\n{sources}"
+
+
+def _device_row(entry: Device, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    return (
+        f"`{entry.name}`",
+        ", ".join(entry.product_names),
+        str(entry.multiprocessors or "-"),
+        f"{entry.memory_bandwidth / 1e12:g}",
+        f"{entry.l2_bytes / 2**20:g}",
+        *(f"{entry.peak_flops[k] / 1e12:.4g}" if k in entry.peak_flops else "-" for k in kinds),
+        f"{entry.launch_us:g}",
+        f"memory {entry.sustained['memory']:.0%}, flops {entry.sustained['flops']:.0%}",
+    )
 
 
 def options_page() -> str:
@@ -122,6 +162,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def main() -> None:
     """Write all of it."""
+    (DOCS / "devices.md").write_text(devices_page(), encoding="utf-8")
     (DOCS / "options.md").write_text(options_page(), encoding="utf-8")
     (DOCS / "reasons.md").write_text(reasons_page(), encoding="utf-8")
     for document, blocks in ((LIFE, linear_layer.blocks()), (README, readme_blocks())):

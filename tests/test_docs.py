@@ -55,6 +55,11 @@ def test_every_link_leads_somewhere(document: Path) -> None:
             assert fragment in map(anchor, headings), f"{target}#{fragment}"
 
 
+def test_the_page_of_devices_is_the_codes() -> None:
+    page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    assert page == generate.devices_page(), f"docs/devices.md {STALE}"
+
+
 def test_the_page_of_options_is_the_codes() -> None:
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     assert page == generate.options_page(), f"docs/options.md {STALE}"

@@ -16,7 +16,7 @@ from tests.tracing import guards, run, strides, trace
 from torch import Tensor, fx
 
 from torch_evt import devices
-from torch_evt.graphs import copy_of, output_values, signature, verify
+from torch_evt.graphs import copy_of, output_values, signature, sort_topologically, verify
 from torch_evt.joint import recompose
 from torch_evt.partition import candidates, place
 from torch_evt.partition.greedy import choose
@@ -387,3 +387,29 @@ def test_a_region_reads_what_another_stored_under_the_name_of_a_cast() -> None:
     ready.graph.eliminate_dead_code()
     for ours, theirs in zip(run(ready, *inputs), run(module, *inputs), strict=True):
         assert (ours.double() - theirs.double()).norm() <= 1e-2 * theirs.double().norm()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_graph_is_sorted_only_where_a_reader_stands_before_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    sorts = []
+    monkeypatch.setattr(
+        place, "sort_topologically", lambda graph: sorts.append(sort_topologically(graph))
+    )
+
+    def function(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        product = a @ b
+        if early:  # it reads the product before the kernel has the residual that it loads
+            read = product.cumsum(-1)
+            return product + c.cumsum(0), read
+        residual = c.cumsum(0)
+        read = product.cumsum(-1)
+        return product + residual, read
+
+    inputs = weights((8, 16), (16, 24), (8, 24))
+    module = prepared(trace(function, *inputs))
+    (region,) = [r for r in regions(module.graph) if len(r.inputs) == 3 and len(r.outputs) == 2]
+    place.place(module.graph, region, {})
+    assert len(sorts) == early
+    module.graph.lint()

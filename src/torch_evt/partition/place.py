@@ -108,7 +108,8 @@ def place(
             graph.erase_node(node)
     for new, name in dict(names).items():
         rename(new, name)
-    sort_topologically(graph)
+    if any(user < new for _, new in replacements for user in new.users):
+        sort_topologically(graph)  # of the whole graph, so only where something stands too early
     return kernel
 
 

@@ -38,14 +38,14 @@ def replace_attention(module: fx.GraphModule) -> int:
             continue
         found = [n for n in part.graph.nodes if n.target is F.scaled_dot_product_attention]
         for node in found:
-            node.target = _attention
+            node.target = attention
         if found:
             part.recompile()
         count += len(found)
     return count
 
 
-def _attention(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
