@@ -159,7 +159,14 @@ def test_verify_says_that_a_workload_is_right_and_writes_json(tmp_path: Path) ->
     torch._dynamo.reset()
     result = _evt("verify", "mlp", "--seed", "3", "--json", str(tmp_path / "verdict.json"))
     assert result.exit_code == 0, result.output
-    assert re.search(r"all \d regions and \d+ tensors are right", result.output)
+    assert re.search(r"all \d regions and \d+ tensors are right", result.stdout)
+    said = [line.partition(" s  ")[2] for line in result.stderr.splitlines()]
+    steps = ["running the step in eager", "compiling the step, and running it"]
+    assert said[:2] == steps and said[-1] == "running the step in fp64 eager, and comparing"
+    assert [re.sub(r"at \w+", "at it", line) for line in said[2:-1]] == [
+        "checking the region at it (forward of graph 0/0)",
+        "checking the region at it (backward of graph 0/0)",
+    ]
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["passed"] and {r["half"] for r in verdict["regions"]} == {"forward", "backward"}
     assert {"loss:", "grad:up.weight", "grad:down.weight"} <= {
