@@ -144,6 +144,24 @@ def test_our_errors_are_one_line_and_end_with_2(
     assert result.output.count("\n") == 1 and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("command", ["explain", "bench", "verify"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bert_large"], "unknown workload 'bert_large'; did you mean 'bert-large'?"),
+        (["gpt2"], "unknown workload 'gpt2'; did you mean 'gpt2-medium'?"),
+        (["mlp", "--size", "papr"], "unknown size of mlp 'papr'; did you mean 'paper'?"),
+    ],
+)
+def test_a_misspelt_workload_or_size_is_answered_with_the_nearest_and_all(
+    command: str, arguments: list[str], message: str
+) -> None:
+    result = _evt(command, *arguments)
+    known = workloads.sizes("mlp") if "--size" in arguments else workloads.names()
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1] == f"Error: {message} Known: {', '.join(known)}"
+
+
 def test_errors_that_are_not_ours_keep_their_traceback(
     explained: Explained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
