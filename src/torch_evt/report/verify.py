@@ -35,7 +35,7 @@ from torch_evt.report.explain import Loss
 from torch_evt.report.operands import Operands
 from torch_evt.report.progress import Progress, silent
 from torch_evt.report.step import Step, Tensors, devices_of, tensors_of
-from torch_evt.report.verification import RegionVerdict, Verification
+from torch_evt.report.verification import RegionVerdict, Verification, listed
 from torch_evt.runtime.check import Fault, Run, listening
 from torch_evt.testing import Fp64Arithmetic, fp64_copy
 from torch_evt.torch_compat import caches_disabled, compile_id
@@ -90,9 +90,10 @@ def verify(
         versions=versions(),
         folder=audit.folder,
         notes=tuple(notes),
+        nan=tuple(step.holding(torch.isnan)),
     )
     if not found.passed and audit.folder is None and write:
-        found = _with_graph_script(found, audit)
+        found = _with_graph_script(found, audit, step)
     return found
 
 
@@ -297,14 +298,23 @@ def _coarsest(step: Step, audit: _Audit) -> torch.dtype:
     return max((d for d in found if d in UNIT), key=UNIT.__getitem__, default=torch.float32)
 
 
-def _with_graph_script(found: Verification, audit: _Audit) -> Verification:
+def _with_graph_script(found: Verification, audit: _Audit, step: Step) -> Verification:
     """Add a script of the whole graph, where no single region can show what is wrong."""
     first = found.first_wrong
     graphs = [g for g in audit.graphs if first is None or g.id == first.graph]
     notes = [*found.notes]
     folder: str | None = None
     if first is None and found.step is not None:
-        notes.append("every region is right, so the fault is outside of them: " + _elsewhere())
+        infinite = step.holding(torch.isinf)
+        rules = {tensor.rule for tensor in found.step.tensors if not tensor.passed}
+        if (found.nan or infinite) and rules == {"non-finite"}:
+            notes.append(
+                "every region is right, and where tensors are wrong, NaN or infinity stands in "
+                f"another place. The inputs hold them: {listed([*found.nan, *infinite])}. The "
+                "order of operations decides then what becomes NaN: verify again without them"
+            )
+        else:
+            notes.append("every region is right, so the fault is outside of them: " + _elsewhere())
     if len(graphs) != 1 or graphs[0].inputs is None:
         notes.append(f"the step has {len(audit.graphs)} graphs; verify its parts one by one")
     else:
