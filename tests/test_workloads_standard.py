@@ -45,7 +45,7 @@ REGIONS = {
     "xmlcnn":             ((2, 1), (1, 1), (1, 1), (1, 1)),
 }  # fmt: skip
 
-SLOW = {(name, "bf16") for name in ("gpt2-medium", "bert-large", "llama-1b", "vit-b14")}
+SLOW = {(name, "bf16") for name in REGIONS if name != "mlp"}
 SLOW |= {("gpt2-medium", "fp32")}
 """What takes long and stands nearest to another test: autocast, or those of test_gpt2.py."""
 
