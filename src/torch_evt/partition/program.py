@@ -119,7 +119,7 @@ def solve(
     problem: Problem,
     *,
     nodes: int,
-    gap: float = 1e-4,
+    gap: float = 0.0,
     start: Iterable[int] | None = None,
     emergency_s: float = 600.0,
 ) -> Solution | None:
@@ -159,8 +159,9 @@ def solve(
 
 
 def _model(problem: Problem, index: _Index) -> highspy.Highs:
-    model = highspy.Highs()
+    model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.setOptionValue("output_flag", False)
+    model.setOptionValue("log_to_console", False)
     model.setOptionValue("threads", 1)
     model.setOptionValue("random_seed", 0)
     for candidate in problem.candidates:
