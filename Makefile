@@ -18,13 +18,13 @@ demo: $(READY)
 test test-long: export OMP_NUM_THREADS = 1
 
 test: $(READY)
-	$(BIN)/pytest -q -n 2 -m "not slow"
+	$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-quick: $(READY)
 	$(BIN)/pytest -q tests/test_tiny.py
 
 test-long: $(READY)
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check

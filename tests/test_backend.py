@@ -101,8 +101,15 @@ def test_reset_reaches_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2-medium"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param("mlp", torch.float32, id="mlp-fp32"),
+        pytest.param("mlp", torch.bfloat16, id="mlp-bf16"),
+        pytest.param("gpt2-medium", torch.float32, id="gpt2-medium-fp32"),
+        pytest.param("gpt2-medium", torch.bfloat16, id="gpt2-medium-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_on_a_cpu_the_default_places_nothing_and_equals_inductor_bit_for_bit(
     name: str, dtype: torch.dtype
 ) -> None:

@@ -144,6 +144,24 @@ def test_our_errors_are_one_line_and_end_with_2(
     assert result.output.count("\n") == 1 and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("command", ["explain", "bench", "verify"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bert_large"], "unknown workload 'bert_large'; did you mean 'bert-large'?"),
+        (["gpt2"], "unknown workload 'gpt2'; did you mean 'gpt2-medium'?"),
+        (["mlp", "--size", "papr"], "unknown size of mlp 'papr'; did you mean 'paper'?"),
+    ],
+)
+def test_a_misspelt_workload_or_size_is_answered_with_the_nearest_and_all(
+    command: str, arguments: list[str], message: str
+) -> None:
+    result = _evt(command, *arguments)
+    known = workloads.sizes("mlp") if "--size" in arguments else workloads.names()
+    assert result.exit_code == 2
+    assert result.output.splitlines()[-1] == f"Error: {message} Known: {', '.join(known)}"
+
+
 def test_errors_that_are_not_ours_keep_their_traceback(
     explained: Explained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +177,14 @@ def test_verify_says_that_a_workload_is_right_and_writes_json(tmp_path: Path) ->
     torch._dynamo.reset()
     result = _evt("verify", "mlp", "--seed", "3", "--json", str(tmp_path / "verdict.json"))
     assert result.exit_code == 0, result.output
-    assert re.search(r"all \d regions and \d+ tensors are right", result.output)
+    assert re.search(r"all \d regions and \d+ tensors are right", result.stdout)
+    said = [line.partition(" s  ")[2] for line in result.stderr.splitlines()]
+    steps = ["running the step in eager", "compiling the step, and running it"]
+    assert said[:2] == steps and said[-1] == "running the step in fp64 eager, and comparing"
+    assert [re.sub(r"at \w+", "at it", line) for line in said[2:-1]] == [
+        "checking the region at it (forward of graph 0/0)",
+        "checking the region at it (backward of graph 0/0)",
+    ]
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["passed"] and {r["half"] for r in verdict["regions"]} == {"forward", "backward"}
     assert {"loss:", "grad:up.weight", "grad:down.weight"} <= {

@@ -19,7 +19,10 @@ PINNED = {torch.float32: (2, 3), torch.bfloat16: (5, 8)}
 
 PINNED_INFERENCE = {torch.float32: 2, torch.bfloat16: 2}
 
-names = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+FP32 = pytest.param(torch.float32, id="fp32")
+BF16 = pytest.param(torch.bfloat16, id="bf16")
+SLOW_BF16 = pytest.param(torch.bfloat16, id="bf16", marks=pytest.mark.slow)
+"""test_workloads_standard.py trains it in fp16 and under autocast."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,7 @@ def halves(plan: GraphPlan) -> tuple[int, int]:
     return found.count("forward"), found.count("backward")
 
 
-@names
+@pytest.mark.parametrize("dtype", [FP32, SLOW_BF16])
 def test_training_is_right_and_every_planned_region_runs(dtype: torch.dtype) -> None:
     workload = workloads.get("gpt2-medium", "tiny")
     plans: list[GraphPlan] = []
@@ -51,9 +54,13 @@ def test_training_is_right_and_every_planned_region_runs(dtype: torch.dtype) -> 
     assert counters.region_runs == Counter({tree: 3 * n for tree, n in planned.items()})
 
 
-@names
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_with_its_own_dropout_it_trains_as_inductor_does(dtype: torch.dtype) -> None:
-    """Inductor draws the same numbers for the same seed, so its step is a reference for ours."""
+    """Inductor draws the same numbers for the same seed, so its step is a reference for ours.
+
+    training/test_dropout.py compares the masks of smaller models.
+    """
     workload = workloads.get("gpt2-medium", "tiny")
     plans: list[GraphPlan] = []
     steps: dict[str, dict[str, torch.Tensor]] = {}
@@ -76,7 +83,7 @@ def test_with_its_own_dropout_it_trains_as_inductor_does(dtype: torch.dtype) -> 
         assert difference < limit, name
 
 
-@names
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_inference_is_right(dtype: torch.dtype) -> None:
     model, inputs, _ = workloads.get("gpt2-medium", "tiny").make(0, dtype=dtype)
     model.eval()

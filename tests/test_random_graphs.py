@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from random_graphs import checking
 from random_graphs.__main__ import smaller
 from random_graphs.checking import Noise, Outcome, Wrong, check
 from random_graphs.program import Leaf, Program, Statement
@@ -66,6 +69,7 @@ def run(numbers: list[int]) -> list[Outcome]:
     discarded = [outcome for outcome in outcomes if outcome.discarded]
     assert len(discarded) <= len(outcomes) // 20, report(outcomes)
     assert sum(bool(o.by_noise) for o in outcomes) <= len(outcomes) // 6, report(outcomes)
+    assert sum(bool(o.by_seeds) for o in outcomes) <= len(outcomes) // 25, report(outcomes)
     placed = sum(bool(outcome.regions) for outcome in outcomes)
     assert placed > 0.6 * len(outcomes), report(outcomes)
     return outcomes
@@ -107,7 +111,8 @@ SMALL = Program(
 
 def test_a_small_program_is_right_and_has_a_region() -> None:
     outcome = check(SMALL)
-    assert outcome.regions and outcome.discarded is None and not outcome.by_noise
+    assert outcome.regions and outcome.discarded is None
+    assert not outcome.by_noise and not outcome.by_seeds
     assert {"function tanh", "store n", "half forward"} <= kinds(outcome)
 
 
@@ -127,6 +132,45 @@ def test_a_region_that_does_not_run_is_seen() -> None:
         pytest.raises(Wrong, match="planned"),
     ):
         check(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("half", "factor", "seeds", "right"),
+    [
+        ("bfloat16", 1.6, {1}, True),
+        ("bfloat16", 1.6, None, False),
+        ("bfloat16", 6.0, {1}, False),
+        (None, 60.0, {1}, False),
+    ],
+    ids=["once in half", "steady in half", "widely in half", "once in fp32"],
+)
+def test_a_miss_in_half_precision_is_judged_over_seeds(
+    half: str | None, factor: float, seeds: set[int] | None, right: bool
+) -> None:
+    """Steps that are `factor` times as far off as eager's on these seeds; None: on all."""
+    original = checking._compiled
+
+    def moved(program: Program, make: Any, given: Any, options: Any, *rest: Any) -> Any:
+        steps = original(program, make, given, options, *rest)
+        if options["evt.place"] == "never":
+            return steps
+        for i, seed in enumerate(given):
+            if seeds is None or seed in seeds:
+                eager, exact = checking._step(make, seed), checking._exact(make, seed)
+                steps[i] = {n: (e + factor * (eager[n] - e)).to(eager[n]) for n, e in exact.items()}
+        return steps
+
+    program = replace(SMALL, autocast=half, half=half)
+    with (
+        mock.patch.object(checking, "_compiled", moved),
+        mock.patch.object(checking, "NOISY_RUNS", 0),
+        mock.patch.object(
+            checking, "_failed_over_seeds", wraps=checking._failed_over_seeds
+        ) as over_seeds,
+        nullcontext() if right else pytest.raises(Wrong, match="grad:"),
+    ):
+        assert check(program).by_seeds
+    assert over_seeds.called == (half is not None)
 
 
 def test_noise_moves_every_result_by_its_last_bit_and_no_view() -> None:

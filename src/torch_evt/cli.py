@@ -206,13 +206,14 @@ def bench(
     from torch_evt.report.bench import bench as measure
     from torch_evt.report.bench import to_json_text
     from torch_evt.report.bench_table import render
+    from torch_evt.report.progress import shown
 
     others = [name.strip() for name in against.split(",") if name.strip()]
     options = {} if place is None else {"evt.place": place}
     # with the JSON on stdout, whatever is for people goes to stderr
     console = Console(stderr=json_path == "-")
-    with Console(stderr=True).status("starting") as status:
-        result = measure(what, against=others, options=options, progress=status.update, **arguments)
+    with shown() as progress:
+        result = measure(what, against=others, options=options, progress=progress, **arguments)
     console.print(render(result))
     if json_path == "-":
         click.echo(to_json_text(result), nl=False)
@@ -261,6 +262,7 @@ def verify(
     from rich.console import Console
 
     from torch_evt import workloads
+    from torch_evt.report.progress import shown
     from torch_evt.report.verification import render, to_json_text
     from torch_evt.report.verify import verify as verified
 
@@ -270,7 +272,7 @@ def verify(
     else:
         model, inputs, loss = workloads.get(what, size).make(seed, dtype=chosen)
     options = {} if target is None else {"evt.target": target}
-    with torch.set_grad_enabled(not inference):
+    with torch.set_grad_enabled(not inference), shown() as progress:
         found = verified(
             model.eval() if inference else model,
             *inputs,
@@ -278,6 +280,7 @@ def verify(
             options=options,
             seed=seed,
             folder=folder,
+            progress=progress,
         )
     if json_path == "-":
         click.echo(to_json_text(found), nl=False)

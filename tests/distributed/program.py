@@ -185,7 +185,7 @@ def main(rank: str, world: str, folder: str, *ways: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=int(rank),
         world_size=int(world),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=600),
     )
     found = {way: try_way(way) for way in ways}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))

@@ -13,7 +13,8 @@ from typing import Any
 
 PROGRAM = Path(__file__).parent / "program.py"
 WORLD = 2
-LIMIT_S = 110.0
+LIMIT_S = 600.0
+"""Far above what two ranks take on a busy machine: only a hang reaches it."""
 EAGER_ERROR = {"f32": 1e-5, "bf16": 0.05}
 """What eager on two ranks may be off by, relatively: the error standard allows ours a share of it,
 so it must not itself be wrong, as it is by far where a rank's part of the mean is missing."""

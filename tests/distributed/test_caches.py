@@ -8,12 +8,13 @@ import pytest
 from tests.distributed.ranks import check, run_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "graphs", "loaded"),
     [
         ("fsdp-layers:inductor", 2, 2),
         # AOTAutograd caches no graph that Dynamo cut at DDP's buckets: each process plans anew.
-        pytest.param("ddp:inductor", 4, 0, marks=pytest.mark.slow),
+        ("ddp:inductor", 4, 0),
     ],
 )
 def test_ranks_share_one_cache_and_see_the_same_plans_in_it(

@@ -25,7 +25,7 @@ def test_processes_with_other_hashes_and_addresses_print_the_same_bytes() -> Non
         for seed in (1, 2)
     ]
     try:
-        first, second = (process.communicate(timeout=110)[0] for process in processes)
+        first, second = (process.communicate(timeout=600)[0] for process in processes)
     finally:
         for process in processes:
             process.kill()

@@ -7,6 +7,12 @@ it counts as wrong. First, how far rounding alone can move the results: eager is
 every result of every operation moved by about its last bit. A single number can come out exact in
 eager by chance, and a relu may flip. Then, whether the same backend without any region is as far
 off: then it is not this project's doing.
+
+In half precision a tensor of few elements, or one behind a single rounded number, may be much
+further off than eager's on one seed and as much nearer on the next. So what still fails there is
+run again on MORE_SEEDS seeds. It is right if the root mean squares of its errors and of eager's
+meet the standard, and the error that failed meets it beside eager's largest. The limits stay the
+same.
 """
 
 from __future__ import annotations
@@ -26,16 +32,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from interpreted import PLACE, interpreted
+from over_seeds import failures
 from torch_evt import pipeline
 from torch_evt.partition import place
 from torch_evt.partition.plan import GraphPlan, RegionPlan
 from torch_evt.partition.region import Region
 from torch_evt.runtime import counters
-from torch_evt.testing import Comparison, Fp64Arithmetic, compare, fp64_copy, run_step
+from torch_evt.testing import (
+    Comparison,
+    Fp64Arithmetic,
+    TensorComparison,
+    TensorError,
+    compare,
+    fp64_copy,
+    run_step,
+)
 
 from .program import Program
 
 NOISY_RUNS = 6
+MORE_SEEDS = 40
+"""Resampled from 80 seeds of three programs that had missed narrowly, 10 seeds failed up to 10 % of
+the time, 20 up to 4 %, and 40 never."""
 _LAST_BIT = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -53,7 +71,8 @@ class Outcome:
 
     regions: placed regions. kept: how many of them leave a node to be computed again outside.
     discarded: why the program shows nothing (eager refuses it, plain compilation is wrong), if so.
-    by_noise: names of tensors that passed only beside a run with noise.
+    by_noise: names of tensors that passed only beside a run with noise. by_seeds: that passed only
+    over many seeds.
     """
 
     program: Program
@@ -61,6 +80,7 @@ class Outcome:
     kept: int = 0
     notes: list[str] = field(default_factory=list)
     by_noise: list[str] = field(default_factory=list)
+    by_seeds: list[str] = field(default_factory=list)
     discarded: str | None = None
 
 
@@ -177,6 +197,12 @@ def _look_again(
         failed -= passed
         if not failed:
             return
+    if unit in (torch.bfloat16, torch.float16):
+        lucky = failed - _failed_over_seeds(program, make, verdict, options, backend)
+        outcome.by_seeds += sorted(lucky)
+        failed -= lucky
+        if not failed:
+            return
     never = {**options, "evt.place": "never"}
     plain = _compiled(program, make, seeds, never, backend, Outcome(program))[seed]
     eager = _step(make, seed)
@@ -187,6 +213,26 @@ def _look_again(
     trees = "\n".join(f"# {region.half}: {region.tree}" for region in outcome.regions)
     wrong = "\n".join(str(t) for t in verdict.tensors if t.name in failed)
     raise Wrong(f"{wrong}\n{trees}\n{program!r}")
+
+
+def _failed_over_seeds(
+    program: Program, make: Any, verdict: Comparison, options: Mapping[str, Any], backend: Any
+) -> set[str]:
+    """The tensors of `verdict` that fail over its seed and MORE_SEEDS others of the same sizes."""
+    first, unit = verdict.tensors[0].seed, verdict.dtype
+    assert first is not None
+    seeds = [first + len(program.sizes) * i for i in range(MORE_SEEDS + 1)]
+    ours = _compiled(program, make, seeds, options, backend, Outcome(program))
+    found: list[TensorComparison] = []
+    for step, seed in zip(ours, seeds, strict=True):
+        found += compare(step, _step(make, seed), _exact(make, seed), unit, seed=seed).tensors
+    wrong = set(failures(Comparison(unit, tuple(found))))
+    for tensor in verdict.tensors:
+        limits = [other.limit for other in found if other.name == tensor.name]
+        largest = TensorError(max(e.l2 for e in limits), max(e.max_abs for e in limits))
+        if tensor.ours.l2 > largest.l2 or tensor.ours.max_abs > largest.max_abs:
+            wrong.add(tensor.name)
+    return wrong
 
 
 def _step(make: Any, seed: int) -> dict[str, Tensor]:

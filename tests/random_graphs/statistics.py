@@ -55,7 +55,8 @@ def report(outcomes: Iterable[Outcome]) -> str:
     lines = [
         f"{len(outcomes)} graphs, {placed} with a region, "
         f"{sum(len(outcome.regions) for outcome in outcomes)} regions, "
-        f"{sum(bool(outcome.by_noise) for outcome in outcomes)} right only beside rounding noise"
+        f"{sum(bool(outcome.by_noise) for outcome in outcomes)} right only beside rounding noise, "
+        f"{sum(bool(outcome.by_seeds) for outcome in outcomes)} only over many seeds"
     ]
     for what in ("discarded", "notes"):
         seen: Counter[str] = Counter()

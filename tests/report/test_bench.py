@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def test_overflowing_gradients_leave_the_weights_alone(quick: Quick, module: Any
 
 
 def test_a_large_spread_is_said(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
-    def noisy(runs: Any, rounds: int, device: Any) -> Any:
+    def noisy(runs: Any, *_: Any) -> Any:
         even, uneven = bench_timing.Samples((1.0,) * 5), bench_timing.Samples((1.0, 2.0, 3.0))
         return {name: uneven if name == "inductor/fwdbwd" else even for name in runs}
 
@@ -336,6 +337,9 @@ def test_the_command_prints_json_alone_on_stdout(quick: Quick, tmp_path: Path) -
     found = json.loads(done.stdout)
     assert list(found["modes"]) == ["eager", "max-autotune", "evt"] and found["size"] == "tiny"
     assert "fwd+bwd" in done.stderr
+    said = re.findall(r"^ *\d+ s  (.*)$", done.stderr, re.M)
+    assert said[:2] == ["running mlp once in eager", "compiling eager"]
+    assert said[-1].startswith("timing eager, max-autotune, evt: sample 1 of ")
     path = tmp_path / "bench.json"
     done = CliRunner().invoke(cli.main, [*COMMAND, "--against", "eager", "--json", str(path)])
     assert list(json.loads(path.read_text())["modes"]) == ["eager", "evt"]

@@ -55,7 +55,7 @@ def test_compiling_is_what_the_first_calls_take_beyond_later_ones() -> None:
         time.sleep({1: 0.25, 2: 0.1}.get(calls, 0.02))
 
     found = bench_process._compiling(run, CPU)
-    assert 0.29 < found["compile_s"] < 0.6 and found["stages"] == {}
+    assert found["compile_s"] > 0.29 and found["stages"] == {}
 
 
 def test_the_stages_of_a_compilation_hold_our_passes_and_min_cut(quick: Quick) -> None:

@@ -91,7 +91,10 @@ def test_the_step_module_is_the_workloads_step() -> None:
 
 @pytest.mark.parametrize("fault", ["none", "gradient", "regions", "curve"])
 def test_the_demo_ends_with_1_exactly_when_something_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, random_plan: Plans, fault: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    random_plan: Plans,
+    fault: str,
 ) -> None:
     plan = random_plan(1, layers=3)
     tensor = demo.testing.TensorError(1e-7, 1e-7)
@@ -100,7 +103,8 @@ def test_the_demo_ends_with_1_exactly_when_something_is_wrong(
     )
     losses = tuple(random.uniform(2, 5) for _ in range(demo.STEPS))
 
-    def train(step: Any, batches: Any, call: Any) -> demo.Training:
+    def train(step: Any, batches: Any, call: Any, progress: Any) -> demo.Training:
+        progress("training")
         evt = call is not step and len(batches) == demo.STEPS
         changed = tuple(1.01 * loss for loss in losses) if evt and fault == "curve" else losses
         demo.counters.region_runs.update(_runs(plan, demo.STEPS - (fault == "regions")))
@@ -117,4 +121,12 @@ def test_the_demo_ends_with_1_exactly_when_something_is_wrong(
         lambda *args, **kwargs: demo.testing.Comparison(torch.float32, (verdict,)),
     )
     assert demo.run() == int(fault != "none")
+    assert [line.partition(" s  ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "eager: training",
+        "Inductor: loading the compiler",
+        "Inductor: training",
+        "evt: training",
+        "planning",
+        "comparing steps with eager and fp64 eager",
+    ]
     demo.counters.reset()

@@ -84,7 +84,8 @@ def test_a_size_that_changes_compiles_once_more(make: Any, shapes: Any, backend:
     [
         pytest.param(Block, BATCHES, (0,), interpreted, id="batch"),
         pytest.param(Attention, BOTH, (0, 1), interpreted, id="both"),
-        pytest.param(Attention, BOTH, (0, 1), "evt", id="both-inductor"),
+        pytest.param(Block, BATCHES, (0,), "evt", id="batch-inductor"),
+        pytest.param(Attention, BOTH, (0, 1), "evt", id="both-inductor", marks=pytest.mark.slow),
     ],
 )
 def test_a_marked_size_compiles_once(make: Any, shapes: Any, marked: Any, backend: Any) -> None:

@@ -258,7 +258,10 @@ def test_mlp_loss_is_computed_in_fp32_for_half_outputs() -> None:
     ("name", "size", "message"),
     [
         ("gpt2", "tiny", "unknown workload 'gpt2'; did you mean 'gpt2-medium'"),
+        ("GPT", "tiny", "unknown workload 'GPT'; did you mean 'gpt2-medium'"),
+        ("resnet50", "tiny", "unknown workload 'resnet50'. Known: mlp, gpt2-medium, bert-large"),
         ("mlp", "papr", "unknown size of mlp 'papr'; did you mean 'paper'"),
+        ("mlp", "big", "unknown size of mlp 'big'. Known: tiny, small, paper"),
     ],
 )
 def test_an_unknown_name_or_size_names_the_nearest(name: str, size: str, message: str) -> None:

@@ -22,7 +22,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,15 +47,16 @@ from torch_evt.report.bench_process import (
 )
 from torch_evt.report.bench_subject import Mode, Step, Subject
 from torch_evt.report.bench_timing import Run, Samples
+from torch_evt.report.progress import Progress, silent
 from torch_evt.runtime import counters
 from torch_evt.torch_compat import cache_folder_set
 
 AGAINST = ("eager", "inductor")
 EVT = "evt"
+SAID_EVERY = 5
+"""Samples of which one is told to who waits."""
 NOISY = 0.1
 """A spread above this share of the median is worth a warning."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def bench(
     are measured all the same. Raises OptionError, TargetError or BenchError for arguments that
     cannot be, and what the model raises in eager.
     """
-    say = progress or (lambda _: None)
+    say = progress or silent
     names = list(dict.fromkeys([*against, EVT]))
     options = dict(options or {})
     modes = {name: bench_subject.mode(name, options) for name in names}
@@ -174,8 +175,12 @@ def bench(
             with context:
                 prepared[name] = _prepare(modes[name], step, inputs, optimizer)
         runs = _runs(prepared, graphs, say)
-        say(f"timing {', '.join(names)}")
-        samples = bench_timing.interleaved(runs, repeats, where)
+
+        def begun(sample: int) -> None:
+            if sample % SAID_EVERY == 1:
+                say(f"timing {', '.join(names)}: sample {sample} of {repeats}")
+
+        samples = bench_timing.interleaved(runs, repeats, where, begun)
 
     results, problems = {}, {}
     for name in names:

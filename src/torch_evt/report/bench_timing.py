@@ -121,9 +121,15 @@ def seconds(run: Run, calls: int, device: torch.device) -> float:
 
 
 def interleaved(
-    runs: Mapping[str, Run], rounds: int, device: torch.device
+    runs: Mapping[str, Run],
+    rounds: int,
+    device: torch.device,
+    begun: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Samples | Exception]:
-    """Samples of every run, by its name. A run that raises gets its exception and no more turns."""
+    """Samples of every run, by its name. A run that raises gets its exception and no more turns.
+
+    begun: called with the number of each round, from 1, before its samples.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
     failed: dict[str, Exception] = {}
     enabled = gc.isenabled()
@@ -139,6 +145,7 @@ def interleaved(
                 failed[name] = error
         calls = max(1, math.ceil(SAMPLE_S / max(quickest, 1e-7)))
         for number in range(rounds):
+            begun(number + 1)
             gc.collect()
             for name in _rotated(tuple(runs), number):
                 if name in failed:

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch_evt import testing, workloads
 from torch_evt.partition.plan import Plan
 from torch_evt.report.explain import explain
+from torch_evt.report.progress import Progress, shown, silent
 from torch_evt.report.render import render
 from torch_evt.runtime import counters
 from torch_evt.torch_compat import fresh_cache
 
 STEPS = 50
 CURVE_STEPS = 20
+SAID_EVERY = 10
 CURVE_TOLERANCE = 1e-3
 LEARNING_RATE = 1e-3
 OPTIONS: dict[str, Any] = {"evt.place": "always", "evt.rng": "eager", "evt.strict": True}
@@ -65,12 +67,20 @@ class Training:
 
 
 def train(
-    step: nn.Module, batches: Sequence[tuple[Tensor, ...]], call: Callable[..., Tensor]
+    step: nn.Module,
+    batches: Sequence[tuple[Tensor, ...]],
+    call: Callable[..., Tensor],
+    progress: Progress = silent,
 ) -> Training:
-    """Train `step` with AdamW on the batches by calling `call` on each; dropout seeded by step."""
+    """Train `step` with AdamW on the batches by calling `call` on each; dropout seeded by step.
+
+    progress: called with the number of every tenth step.
+    """
     optimizer = torch.optim.AdamW(step.parameters(), lr=LEARNING_RATE)
     losses, seconds = [], []
     for number, batch in enumerate(batches):
+        if number % SAID_EVERY == 0:
+            progress(f"step {number + 1} of {len(batches)}")
         torch.manual_seed(number)
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -118,18 +128,21 @@ def run() -> int:
 
     console.rule("eager")
     step, _, _ = make(0)
-    eager = train(step, batches, step)
+    with shown("eager: ") as progress:
+        eager = train(step, batches, step, progress)
     console.print(_summary(eager))
 
     console.rule("Inductor")
-    _compile_something()
+    with shown("Inductor: ") as progress:
+        progress("loading the compiler")
+        _compile_something()
     step, _, _ = make(0)
-    with fresh_cache():
+    with fresh_cache(), shown("Inductor: ") as progress:
         torch._dynamo.reset()
         # the same random numbers as below, so that both compile the same work
         same: dict[str, Any] = {"fallback_random": True}
         compiled = torch.compile(step, backend="inductor", options=same)
-        inductor = train(step, batches[:6], compiled)
+        inductor = train(step, batches[:6], compiled, progress)
     console.print(
         f"warm step {1e3 * inductor.warm_s:.1f} ms, compiled in {inductor.compile_s:.1f} s"
     )
@@ -139,18 +152,24 @@ def run() -> int:
         torch._dynamo.reset()
         step, _, _ = make(0)
         counters.reset()
-        ours = train(step, batches, torch.compile(step, backend="evt", options=OPTIONS))
+        compiled = torch.compile(step, backend="evt", options=OPTIONS)
+        with shown("evt: ") as progress:
+            ours = train(step, batches, compiled, progress)
         runs = dict(counters.region_runs)
         console.print(_summary(ours))
 
         console.rule("the plan")
         step, inputs, _ = make(0)
-        plan = explain(step, *inputs, options=OPTIONS)
+        with shown() as progress:
+            progress("planning")
+            plan = explain(step, *inputs, options=OPTIONS)
         console.print(render(plan))
 
         console.rule("gradients against fp64 eager")
         torch._dynamo.reset()
-        comparison = testing.check_model(make, dtype=torch.float32, options=OPTIONS)
+        with shown() as progress:
+            progress("comparing steps with eager and fp64 eager")
+            comparison = testing.check_model(make, dtype=torch.float32, options=OPTIONS)
 
     failures = missing_regions(plan, runs, STEPS)
     console.print(_gradients(comparison))

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from torch_evt.comparison import UNIT
 from torch_evt.errors import VerifyError
 from torch_evt.report.explain import Loss, loss_in
 from torch_evt.testing import copy_inputs, run_step
@@ -96,6 +98,27 @@ class Step:
                 f"the model cannot be copied ({type(error).__name__}: {error}); verify works on "
                 "copies, so give it a model that copy.deepcopy takes"
             ) from error
+
+    def holding(self, test: Callable[[Tensor], Tensor]) -> list[str]:
+        """The inputs, parameters and buffers with an element for which `test` is true, in words:
+        "input 0 (3 of 128 elements)"."""
+        named: list[tuple[str, Any]] = []
+        arguments = [(f"input {i}", value) for i, value in enumerate(self.inputs)]
+        arguments += [(f"input {name}", value) for name, value in self.kwargs.items()]
+        for name, value in arguments:
+            for path, leaf in torch.utils._pytree.tree_flatten_with_path(value)[0]:
+                named.append((name + torch.utils._pytree.keystr(path), leaf))
+        named += [(f"parameter {name}", p) for name, p in self.model.named_parameters()]
+        named += [(f"buffer {name}", b) for name, b in self.model.named_buffers()]
+        found = []
+        for name, t in named:
+            if not isinstance(t, Tensor) or is_lazy(t):
+                continue
+            if t.dtype in UNIT or t.dtype == torch.float64:
+                count = int(test(t.detach()).sum())
+                if count:
+                    found.append(f"{name} ({count} of {t.numel()} elements)")
+        return found
 
     def function(self, model: nn.Module) -> Callable[..., Any]:
         """What to compile: (inputs, kwargs) -> the loss, or the output for inference."""

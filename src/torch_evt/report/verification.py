@@ -4,7 +4,8 @@
         "nodes": [names], "tree", "runs", "compared_with_nodes", "passed",
         "faults": [{"kind", "where", "text", "index", "error", "limit"}]}],
      "tensors": [{"name", "passed", "rule", "error", "eager_error", "limit"}] or null,
-     "first_wrong": a region's name or null, "folder": of the reproduction or null, "notes": []}
+     "first_wrong": a region's name or null, "folder": of the reproduction or null, "notes": [],
+     "nan": [which parameters and inputs hold NaN]}
 
 Errors are relative, in the L2 norm. What is not known, or not finite, is null.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch_evt.comparison import Comparison
 from torch_evt.runtime.check import Fault
 
 SCHEMA = 1
+SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class RegionVerdict:
 class Verification:
     """What `verify` found. regions: in the order in which they first ran; those that did not run
     come last. step: all tensors of the step against fp64; None where they could not be compared,
-    and a note says why. folder: holds `reproduce.py`, where something failed."""
+    and a note says why. folder: holds `reproduce.py`, where something failed. nan: the parameters,
+    buffers and inputs that held NaN before the step, in words."""
 
     regions: tuple[RegionVerdict, ...]
     step: Comparison | None
@@ -63,6 +66,7 @@ class Verification:
     versions: Mapping[str, str]
     folder: str | None = None
     notes: tuple[str, ...] = ()
+    nan: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -133,6 +137,7 @@ def to_json(found: Verification) -> dict[str, Any]:
         "first_wrong": None if first is None else first.name,
         "folder": found.folder,
         "notes": list(found.notes),
+        "nan": list(found.nan),
     }
 
 
@@ -200,6 +205,21 @@ def _tensors(step: Comparison) -> Table:
 
 
 def _conclusion(found: Verification) -> list[RenderableType]:
+    lines = _verdict(found)
+    if found.nan:
+        said = f"the inputs hold NaN: {listed(found.nan)}. What it reaches is NaN in eager too and "
+        said += "was compared as such, not as numbers: verify again without it"
+        lines.insert(0, Text(said, style="bold yellow"))
+    return lines
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few, with commas, and how many more."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _verdict(found: Verification) -> list[RenderableType]:
     ran = sum(region.runs > 0 for region in found.regions)
     tensors = 0 if found.step is None else len(found.step.tensors)
     if found.passed:
@@ -215,8 +235,7 @@ def _conclusion(found: Verification) -> list[RenderableType]:
         said = f"{wrong} of {ran} regions are wrong; the first is {first}: {first.faults[0]}"
         lines.append(Text(said, style="bold red"))
     if failed:
-        said = f"{len(failed)} of {tensors} tensors of the step are wrong: "
-        said += ", ".join(failed[:6]) + (f" and {len(failed) - 6} more" if len(failed) > 6 else "")
+        said = f"{len(failed)} of {tensors} tensors of the step are wrong: {listed(failed)}"
         lines.append(Text(said, style="bold red"))
     if found.folder is not None:
         lines.append(Text(f"python {found.folder}/reproduce.py shows it alone", style="bold"))

@@ -33,8 +33,9 @@ from torch_evt.replaced import NoSize, PlacedRegion
 from torch_evt.report import region_nodes, reproduction
 from torch_evt.report.explain import Loss
 from torch_evt.report.operands import Operands
+from torch_evt.report.progress import Progress, silent
 from torch_evt.report.step import Step, Tensors, devices_of, tensors_of
-from torch_evt.report.verification import RegionVerdict, Verification
+from torch_evt.report.verification import RegionVerdict, Verification, listed
 from torch_evt.runtime.check import Fault, Run, listening
 from torch_evt.testing import Fp64Arithmetic, fp64_copy
 from torch_evt.torch_compat import caches_disabled, compile_id
@@ -54,6 +55,7 @@ def verify(
     folder: str | None = None,
     write: bool = True,
     backend: Backend = backend.evt,
+    progress: Progress = silent,
 ) -> Verification:
     """Run one step with the backend and check everything in it.
 
@@ -64,17 +66,21 @@ def verify(
     an emitter, `evt.rng` is "eager" unless given, `evt.verify` is set. seed: of the random numbers.
     dtype: that the step computes in, which sets the error standard's u; None: the coarsest of
     parameters, inputs, autocast and regions. folder: where a reproduction of the first fault is
-    written; None: a new temporary folder; write=False: nowhere. backend: what compiles.
+    written; None: a new temporary folder; write=False: nowhere. backend: what compiles. progress:
+    called with what is being done.
 
     Nothing of the caller's changes: model and inputs are copied. Raises OptionError for a wrong
     option and VerifyError for a model that cannot be copied, or that raises.
     """
     merged = _merged(options, model, inputs, kwargs)
     step = Step.of(model, inputs, dict(kwargs or {}), loss, seed)
+    progress("running the step in eager")
     eager = step.run(step.copied(), "eager")
-    audit = _Audit(merged, seed, folder if write else None, write)
+    audit = _Audit(merged, seed, folder if write else None, write, progress)
+    progress("compiling the step, and running it")
     ours = audit.run(step, merged, backend)
     notes = [*step.notes, *audit.notes]
+    progress("running the step in fp64 eager, and comparing")
     comparison = _against_fp64(step, ours, eager, merged, dtype, audit, notes)
     verdicts = audit.verdicts()
     found = Verification(
@@ -84,9 +90,10 @@ def verify(
         versions=versions(),
         folder=audit.folder,
         notes=tuple(notes),
+        nan=tuple(step.holding(torch.isnan)),
     )
     if not found.passed and audit.folder is None and write:
-        found = _with_graph_script(found, audit)
+        found = _with_graph_script(found, audit, step)
     return found
 
 
@@ -127,12 +134,18 @@ class _Audit:
     """Runs the compiled step and takes every run of a region as it comes."""
 
     def __init__(
-        self, options: Mapping[str, Any], seed: int, folder: str | None, write: bool
+        self,
+        options: Mapping[str, Any],
+        seed: int,
+        folder: str | None,
+        write: bool,
+        progress: Progress,
     ) -> None:
         self.options = {k: v for k, v in options.items() if k != "evt.verify"}
         self.seed = seed
         self.root = folder
         self.write = write
+        self.progress = progress
         self.folder: str | None = None
         self.notes: list[str] = []
         self.plans: list[GraphPlan] = []
@@ -184,6 +197,8 @@ class _Audit:
 
     def _take(self, run: Run) -> None:
         """Check one run of a region; called on the thread that runs it."""
+        graph, half, anchor = run.name.split(" ")
+        self.progress(f"checking the region at {anchor} ({half} of graph {graph})")
         region = self.placed[run.name]
         found = self.found.setdefault(run.name, _Found(replace(run, inputs=(), results=())))
         found.runs += 1
@@ -283,14 +298,23 @@ def _coarsest(step: Step, audit: _Audit) -> torch.dtype:
     return max((d for d in found if d in UNIT), key=UNIT.__getitem__, default=torch.float32)
 
 
-def _with_graph_script(found: Verification, audit: _Audit) -> Verification:
+def _with_graph_script(found: Verification, audit: _Audit, step: Step) -> Verification:
     """Add a script of the whole graph, where no single region can show what is wrong."""
     first = found.first_wrong
     graphs = [g for g in audit.graphs if first is None or g.id == first.graph]
     notes = [*found.notes]
     folder: str | None = None
     if first is None and found.step is not None:
-        notes.append("every region is right, so the fault is outside of them: " + _elsewhere())
+        infinite = step.holding(torch.isinf)
+        rules = {tensor.rule for tensor in found.step.tensors if not tensor.passed}
+        if (found.nan or infinite) and rules == {"non-finite"}:
+            notes.append(
+                "every region is right, and where tensors are wrong, NaN or infinity stands in "
+                f"another place. The inputs hold them: {listed([*found.nan, *infinite])}. The "
+                "order of operations decides then what becomes NaN: verify again without them"
+            )
+        else:
+            notes.append("every region is right, so the fault is outside of them: " + _elsewhere())
     if len(graphs) != 1 or graphs[0].inputs is None:
         notes.append(f"the step has {len(audit.graphs)} graphs; verify its parts one by one")
     else:

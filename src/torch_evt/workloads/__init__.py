@@ -35,6 +35,10 @@ _MODULES: dict[str, ModuleType] = {
     "xmlcnn": xmlcnn,
 }
 
+NEAR = 0.4
+"""Names less alike than this (difflib's ratio) are not offered for one another: gpt is 0.43 of
+gpt2-medium."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -94,7 +98,7 @@ def sizes(name: str) -> tuple[str, ...]:
 
 
 def get(name: str, size: str = "tiny") -> Workload:
-    """The workload of that name and size. Raises OptionError that names the nearest one."""
+    """The workload of that name and size. Raises OptionError that names the nearest, and all."""
     return Workload(name, size)
 
 
@@ -140,7 +144,6 @@ def load(reference: str) -> Made:
 
 def _check(what: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-        raise OptionError(
-            f"unknown {what} {name!r}; did you mean {nearest!r}? Known: {', '.join(known)}"
-        )
+        nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=NEAR)
+        asked = f"; did you mean {nearest[0]!r}?" if nearest else "."
+        raise OptionError(f"unknown {what} {name!r}{asked} Known: {', '.join(known)}")
