@@ -34,11 +34,11 @@ def planned() -> Iterator[list[Planned]]:
     `evt.strict`; the block ends there."""
     found: list[Planned] = []
 
-    def record(graph: fx.Graph, device: Any, rules: Rules) -> NoReturn:
+    def record(graph: fx.Graph, device: Any, rules: Rules, *_: Any, **__: Any) -> NoReturn:
         found.append((graph, rules))
         raise _Enough
 
-    with mock.patch.object(pipeline, "choose", record):
+    with mock.patch.object(pipeline, "optimise", record):
         try:
             yield found
         except Exception:

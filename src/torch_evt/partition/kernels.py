@@ -67,7 +67,8 @@ class Saving:
 
     @property
     def costs(self) -> bool:
-        return self.weight > 0 or self.budget is not None
+        """Whether saving is not free, so that computing again may be worth a kernel of its own."""
+        return self.weight > 0 or self.budget is not None or bool(self.must_not)
 
 
 def enumerate_kernels(

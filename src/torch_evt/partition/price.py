@@ -43,6 +43,7 @@ _REDUCTIONS = frozenset(
         aten.amin.default,
         aten.mean.dim,
         aten.var_mean.correction,
+        aten.var.correction,
         aten.any.dim,
         aten.argmax.default,
     }
