@@ -27,6 +27,7 @@ from torch_evt.partition.price import (
     InductorModel,
     passes,
     product_us,
+    region_bytes,
     region_us,
     works,
 )
@@ -47,11 +48,12 @@ _MAX_TOGGLES = 3
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a candidate stands for. nodes: what it computes; region: None where Inductor or a
-    library runs it."""
+    """What a candidate stands for. nodes: what it computes; bytes_moved: what it reads from and
+    leaves in memory; region: None where Inductor or a library runs it."""
 
     candidate: Candidate
     nodes: Nodes
+    bytes_moved: int
     region: Region | None = None
 
 
@@ -172,6 +174,7 @@ class _Enumerator:
         nodes: Nodes,
         reads: Iterable[fx.Node],
         stores: Iterable[fx.Node],
+        bytes_moved: int,
         *,
         covers: Nodes | None = None,
         copies: Nodes = frozenset(),
@@ -192,7 +195,7 @@ class _Enumerator:
         key = (half, candidate.covers, candidate.reads, candidate.stores, region is not None)
         known = self.kernels.get(key)
         if known is None or cost_us < known.candidate.cost_us:
-            self.kernels[key] = Kernel(candidate, nodes, region)
+            self.kernels[key] = Kernel(candidate, nodes, bytes_moved, region)
 
     def _add_region(self, region: Region) -> None:
         inside = frozenset(region.nodes)
@@ -204,6 +207,7 @@ class _Enumerator:
             inside,
             {root(i.node) for i in region.inputs},
             stores & inside,
+            region_bytes(region),
             covers=inside - region.kept,
             region=region,
         )
@@ -214,12 +218,13 @@ class _Enumerator:
         parts = frozenset(u for u in node.users if _is_part(u))
         stores = {n for n in (node, *parts) if self._lies_in_memory(n)}
         reads = {root(source): self.model.size(source) for source in node.all_input_nodes}
+        written = sum(self.model.size(n) for n in stores)
         if for_target(node.target) is not None:
             cost = product_us(node, self.device)
         else:
-            written = sum(self.model.size(n) for n in stores)
             cost = self.model.kernel_us(reads, written, frozenset())
-        self._add(self.half(node), cost, frozenset({node, *parts}), reads, stores)
+        moved = sum(reads.values()) + written
+        self._add(self.half(node), cost, frozenset({node, *parts}), reads, stores, moved)
 
     def _remainders(
         self, regions: Sequence[Region], together: Sequence[Sequence[Region]]
@@ -264,7 +269,7 @@ class _Enumerator:
                 if again:
                     own = self.model.reads_of(nodes.union(*(chains[value] for value in again)))
                 cost = self.model.kernel_us(own, written, remainder.taken)
-                self._add(half, cost, nodes, own, stores)
+                self._add(half, cost, nodes, own, stores, sum(own.values()) + written)
 
     def _stored(self, remainder: _Remainder, half: Half) -> tuple[Nodes, Nodes]:
         """The values of a group that others read: those that must be stored, and those that only
@@ -312,9 +317,11 @@ class _Enumerator:
                 continue
             chain = frozenset({value, *(v for s in value.all_input_nodes for v in views(s))})
             reads = self.model.reads_of(chain)
-            cost = self.model.kernel_us(reads, self.model.size(value), frozenset())
+            written = self.model.size(value)
+            cost = self.model.kernel_us(reads, written, frozenset())
+            moved = sum(reads.values()) + written
             copy = frozenset({value})
-            self._add("backward", cost, chain, reads, copy, covers=frozenset(), copies=copy)
+            self._add("backward", cost, chain, reads, copy, moved, covers=frozenset(), copies=copy)
 
 
 def _by_contents(kernel: Kernel) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ from torch_evt.partition.price import InductorModel, region_us
 from torch_evt.partition.program import Problem, Solution, solve
 from torch_evt.partition.recompute import Recomputation
 from torch_evt.partition.region import Region
+from torch_evt.torch_compat import timed
 
 _LEAST_SAVED = 1.0
 """A save_weight, in us a byte, beside which no kernel's time counts."""
@@ -30,7 +31,7 @@ class Optimum:
     """What was decided. choice: the regions. kernels: all that run, Inductor's and the libraries'
     among them; None by the greedy plan alone. saved: the forward values kept for backward; None
     where min-cut shall decide. objective_us: modelled microseconds of all kernels, and the price
-    of saving. greedy_us: the same of the greedy plan's regions.
+    of saving. bytes_moved: by all kernels. greedy_us: the objective with the greedy plan's regions.
     """
 
     choice: Choice
@@ -39,6 +40,7 @@ class Optimum:
     kernels: tuple[Kernel, ...] | None = None
     saved: frozenset[fx.Node] | None = None
     objective_us: float | None = None
+    bytes_moved: int | None = None
     greedy_us: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -60,29 +62,33 @@ def optimise(
     loops = dict(anchors(graph))
     rules = replace(rules, taken=set())
     shared = Growths(order, rules)
-    growths = {anchor: shared.of(anchor, loop) for anchor, loop in loops.items()}
+    with timed("evt.joint.plan.growth"):
+        growths = {anchor: shared.of(anchor, loop) for anchor, loop in loops.items()}
     model = InductorModel(graph, device, rules.labels)
-    planned = greedy.choose(graph, device, rules, growths=shared, model=model)
+    with timed("evt.joint.plan.greedy"):
+        planned = greedy.choose(graph, device, rules, growths=shared, model=model)
     if nodes == 0:
         return Optimum(planned, "greedy")
-    growths = _with_copies(growths, model, order.position, rules)
+    with timed("evt.joint.plan.copies"):
+        growths = _with_copies(growths, model, order.position, rules)
     greedy_regions = [chosen.priced.region for chosen in planned.chosen]
     regions = [region for growth in growths.values() for region in growth.regions]
-    kernels, problem = enumerate_kernels(
-        graph,
-        device,
-        rules.labels,
-        model,
-        [*regions, *greedy_regions],
-        num_forward_outputs,
-        saving,
-        [greedy_regions],
-    )
+    with timed("evt.joint.plan.enumeration"):
+        kernels, problem = enumerate_kernels(
+            graph,
+            device,
+            rules.labels,
+            model,
+            [*regions, *greedy_regions],
+            num_forward_outputs,
+            saving,
+            [greedy_regions],
+        )
     notes: list[str] = []
-    greedy_answer = _restricted(problem, kernels, greedy_regions, nodes)
-    answer = solve(
-        problem, nodes=nodes, start=None if greedy_answer is None else greedy_answer.chosen
-    )
+    with timed("evt.joint.plan.solve"):
+        greedy_answer = _restricted(problem, kernels, greedy_regions, nodes)
+        start = None if greedy_answer is None else greedy_answer.chosen
+        answer = solve(problem, nodes=nodes, start=start)
     if answer is None and saving.budget is not None:
         least = replace(problem, memory_budget=None, save_weight=_LEAST_SAVED)
         answer = solve(least, nodes=nodes)
@@ -108,6 +114,7 @@ def optimise(
         tuple(chosen),
         frozenset(number[v] for v in best.saved),
         best.objective_us,
+        sum(kernel.bytes_moved for kernel in chosen),
         None if greedy_answer is None else greedy_answer.objective_us,
         tuple(notes),
     )

@@ -83,6 +83,12 @@ def product_us(region_or_node: fx.Node, device: Device) -> float:
     return _main_us(region_or_node, device, _result_bytes(region_or_node))
 
 
+def region_bytes(region: Region) -> int:
+    """Bytes that a region's kernel reads from and leaves in memory."""
+    read = sum(bytes_of(value.meta["val"]) for value in {i.node for i in region.inputs})
+    return read + sum(bytes_of(output.nodes[0].meta["val"]) for output in region.outputs)
+
+
 def region_us(region: Region, device: Device) -> float:
     """Modelled microseconds of a region's kernel.
 
