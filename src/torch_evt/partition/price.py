@@ -214,15 +214,16 @@ class InductorModel:
         """The values in memory that a kernel of these nodes reads, each with its bytes."""
         reads: dict[fx.Node, int] = {}
         for node in nodes:
-            if node.target in _MOVES:
+            if _moves(node):
                 continue  # whoever reads it here sees through it
             for source in node.all_input_nodes:
                 root, size = source, self.size(source)
                 while root.all_input_nodes and (
-                    root.target in _MOVES or (root not in nodes and passes(root))
+                    _moves(root) or (root not in nodes and passes(root))
                 ):
                     root = root.all_input_nodes[0]
-                    size = min(size, self.size(root))
+                    if tensor_of(root) is not None:  # several views have no size of their own
+                        size = min(size, self.size(root))
                 if root not in nodes and constant(root) is None:
                     reads[root] = max(reads.get(root, 0), size)
         return reads
@@ -233,7 +234,7 @@ class InductorModel:
         What reads a widening cast outside reads the value before it instead and casts again,
         where it can be fused with the cast.
         """
-        if node.target in _MOVES or node.target in _GENERATORS:
+        if not works(node):
             return False
         stack = [node]
         while stack:
@@ -243,7 +244,7 @@ class InductorModel:
             for user in current.users:
                 if user.op == "output":
                     return True
-                if user.target in _MOVES or (user in nodes and is_widening(user)):
+                if _moves(user) or (user in nodes and is_widening(user)):
                     stack.append(user)
                 elif user not in nodes and not (is_widening(node) and _fusible(user)):
                     return True
@@ -252,7 +253,7 @@ class InductorModel:
 
 def works(node: fx.Node) -> bool:
     """Whether a node computes something: no view, no constant, no random numbers."""
-    return node.target not in _MOVES and node.target not in _GENERATORS
+    return not _moves(node) and node.target not in _GENERATORS
 
 
 def computes_pointwise(node: fx.Node) -> bool:
@@ -262,7 +263,14 @@ def computes_pointwise(node: fx.Node) -> bool:
 
 def passes(node: fx.Node) -> bool:
     """Whether reading a node means reading its input: a view, or a widening cast."""
-    return node.target in _MOVES or is_widening(node)
+    return _moves(node) or is_widening(node)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a node is a view, or takes one of several views."""
+    if getattr(node.target, "__name__", "") == "getitem":
+        return node.all_input_nodes[0].target in _MOVES
+    return node.target in _MOVES
 
 
 def _fusible(node: fx.Node) -> bool:
@@ -332,6 +340,6 @@ def _barrier(source: fx.Node, user: fx.Node, fusible: set[fx.Node], forward: set
         return 1
     if _is_column_reduction(source):
         return 1
-    if _is_column_reduction(user) and len(source.users) > 1 and source.target not in _MOVES:
+    if _is_column_reduction(user) and len(source.users) > 1 and not _moves(source):
         return 1
     return 0
