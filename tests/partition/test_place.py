@@ -37,7 +37,13 @@ def placed_alone(module: fx.GraphModule, forward_outputs: int | None) -> list[fx
         named = {n.name: n for n in copied.graph.nodes}
         nodes = [named[n.name] for n in region.nodes]
         anchor = named[region.anchor.name]
-        again = candidates.build(anchor, region.mainloop, nodes, rules, kept=region.kept)
+        again = candidates.build(
+            anchor,
+            region.mainloop,
+            nodes,
+            rules,
+            kept=frozenset(named[n.name] for n in region.kept),
+        )
         assert isinstance(again, Region)
         assert to_text(again.tree) == to_text(region.tree)
         before = signature(copied.graph)
