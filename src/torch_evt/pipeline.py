@@ -6,7 +6,8 @@ or, where min-cut decided otherwise, chosen anew. Inference (`transform_inferenc
 one graph. Between any two passes a verifier checks the graph.
 
 A graph in which nothing is placed goes on as AOTAutograd made it, and so does one in which a pass
-fails, unless `evt.strict` asks for the exception.
+fails, unless `evt.strict` asks for the exception. Only values that have another dtype than the
+graph says are mended in every graph (`joint.declared_dtypes`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch_evt.joint import (
     algebra,
     canonicalise,
     common_subexpressions,
+    declared_dtypes,
     eager_dropout,
     recompose,
     reduction_elimination,
@@ -223,6 +225,7 @@ def partition(
     other: a partitioner to use in place of min-cut. kwargs: what Inductor gives its partitioner.
     """
     decisions.started()
+    declared_dtypes.apply(joint.graph)
     unplaced = why_unplaced(options, _devices(joint.graph))
     placing = unplaced is None
     if unplaced is not None and not decisions.wanted(options):
@@ -263,6 +266,7 @@ def is_training_half(graph: fx.Graph) -> bool:
 def transform_inference(graph: fx.Graph, options: Options) -> None:
     """Place regions in an inference graph, in place; it stays as it is where none is placed."""
     decisions.started()
+    declared_dtypes.apply(graph)
     unplaced = why_unplaced(options, _devices(graph))
     placing = unplaced is None
     if unplaced is not None and not decisions.wanted(options):

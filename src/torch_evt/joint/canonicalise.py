@@ -6,11 +6,6 @@
     expand(x, shape of x)      -> x
     convert(x, dtype of x)     -> x
     t, transpose, reshape, _unsafe_view, squeeze, unsqueeze -> permute or view
-    f(x) declared with a narrower float dtype than f gives -> convert(f(x), declared)
-
-The last mends a graph: Inductor's softmax patterns put a value of float64 where float32 was (torch
-2.13, a quotient in float64 rounded to float32 before the softmax), and a loss then comes out in
-another dtype than backward expects.
 
 Legal when shape and stride stay what they were. A value that the graph returns keeps its node.
 """
@@ -41,7 +36,6 @@ def apply(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function" or tensor_of(node) is None:
             continue
-        changed += _as_declared(graph, node)
         changed += _respell(node)
         source = _replacement(node)
         if source is not None and not any(user.op == "output" for user in node.users):
@@ -49,27 +43,6 @@ def apply(graph: fx.Graph) -> int:
             changed += 1
     graph.eliminate_dead_code()
     return changed
-
-
-def _as_declared(graph: fx.Graph, node: fx.Node) -> int:
-    """Round an elementwise float64 result to the dtype that the graph says it has."""
-    value, operator = tensor_of(node), node.target
-    if value is None or value.dtype == torch.float64 or not value.dtype.is_floating_point:
-        return 0
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
-        return 0
-    sources = [t for t in map(tensor_of, node.all_input_nodes) if t is not None]
-    wide = [t for t in sources if t.dtype == torch.float64]
-    if not wide or torch.Tag.pointwise not in operator.tags:
-        return 0
-    if any(torch.result_type(w, t) != torch.float64 for w in wide for t in sources):
-        return 0  # a scalar tensor does not widen others
-    with graph.inserting_after(node):
-        rounded = graph.call_function(_CONVERT, (node, value.dtype))
-    rounded.meta.update(node.meta)
-    node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
-    node.meta["val"] = value.to(torch.float64)
-    return 1
 
 
 def _respell(node: fx.Node) -> int:
