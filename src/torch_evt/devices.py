@@ -97,7 +97,10 @@ _L40S_DATASHEET = "NVIDIA L40S datasheet"
 _ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture whitepaper V2.01, appendix A"
 _ADA_GUIDE = "NVIDIA Ada tuning guide, docs.nvidia.com/cuda/ada-tuning-guide"
 _BLACKWELL_DATASHEET = "NVIDIA Blackwell datasheet, HGX B200, one GPU"
-_BLACKWELL_GUIDE = "NVIDIA Blackwell tuning guide (as quoted elsewhere), docs.nvidia.com/cuda/blackwell-tuning-guide"
+_BLACKWELL_GUIDE = (
+    "NVIDIA Blackwell tuning guide, as quoted elsewhere, "
+    + "docs.nvidia.com/cuda/blackwell-tuning-guide"
+)
 
 
 def _like_h200(name: str, **figures: Any) -> Device:
