@@ -37,7 +37,8 @@ The names that `evt.target` and `evt explain --target` take. Without one, plans 
 GPU that is present, found by what `torch.cuda.get_device_name` says, and for an h200 where there is
 none that the table knows. Peak rates are for dense operands, in TFLOP/s; a format without a figure
 is priced as f32. A price is a peak times the share of it that good kernels reach: `sustained`. The
-datasheets' tables were read in published copies, NVIDIA's tuning guides themselves.
+datasheets' tables were read in published copies; of NVIDIA's tuning guides, Ampere's and Ada's were
+read themselves. What says `assumed` was not looked up.
 
 """
 

@@ -97,7 +97,10 @@ _L40S_DATASHEET = "NVIDIA L40S datasheet"
 _ADA_WHITEPAPER = "NVIDIA Ada GPU Architecture whitepaper V2.01, appendix A"
 _ADA_GUIDE = "NVIDIA Ada tuning guide, docs.nvidia.com/cuda/ada-tuning-guide"
 _BLACKWELL_DATASHEET = "NVIDIA Blackwell datasheet, HGX B200, one GPU"
-_BLACKWELL_GUIDE = "NVIDIA Blackwell tuning guide, docs.nvidia.com/cuda/blackwell-tuning-guide"
+_BLACKWELL_GUIDE = (
+    "NVIDIA Blackwell tuning guide, as quoted elsewhere, "
+    + "docs.nvidia.com/cuda/blackwell-tuning-guide"
+)
 
 
 def _like_h200(name: str, **figures: Any) -> Device:
@@ -122,6 +125,14 @@ def _like_h200(name: str, **figures: Any) -> Device:
     )
 
 
+_HOPPER_SXM_FLOPS = {
+    "f64": 67e12,
+    "f32": 67e12,
+    "tf32": 494.5e12,
+    "bf16": 989.5e12,
+    "f16": 989.5e12,
+    "f8": 1979e12,
+}
 _A100_FLOPS = {"f64": 19.5e12, "f32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "f16": 312e12}
 _A100_SOURCES = {
     "multiprocessors": _AMPERE_WHITEPAPER,
@@ -139,14 +150,7 @@ DEVICES: Mapping[str, Device] = {
         memory_bandwidth=4.8e12,
         l2_bytes=60 * 2**20,
         launch_us=3.0,
-        peak_flops={
-            "f64": 67e12,
-            "f32": 67e12,
-            "tf32": 494.5e12,
-            "bf16": 989.5e12,
-            "f16": 989.5e12,
-            "f8": 1979e12,
-        },
+        peak_flops=_HOPPER_SXM_FLOPS,
         sustained={"memory": 0.89, "flops": 0.70},
         sources={
             "product_names": "torch.cuda.get_device_name on that machine",
@@ -167,14 +171,7 @@ DEVICES: Mapping[str, Device] = {
         multiprocessors=132,
         memory_bandwidth=3.35e12,
         l2_bytes=50 * 2**20,
-        peak_flops={
-            "f64": 67e12,
-            "f32": 67e12,
-            "tf32": 494.5e12,
-            "bf16": 989.5e12,
-            "f16": 989.5e12,
-            "f8": 1979e12,
-        },
+        peak_flops=_HOPPER_SXM_FLOPS,
         sources={
             "multiprocessors": _HOPPER_WHITEPAPER + ": SXM5",
             "memory_bandwidth": _H100_DATASHEET + ": SXM",
@@ -278,8 +275,8 @@ DEVICES: Mapping[str, Device] = {
             "memory_bandwidth": _ADA_WHITEPAPER,
             "l2_bytes": _ADA_WHITEPAPER + ": 73728 KB",
             "peak_flops": _ADA_WHITEPAPER
-            + ": without sparsity, accumulated in fp32, which halves f16 and f8 on this card; "
-            "f64: a 64th of f32",
+            + ": without sparsity, accumulated in fp32, which halves f16 on this card; "
+            "f64: a 64th of f32; tf32 and f8: assumed, half and twice of f16",
         },
     ),
     "b200": _like_h200(

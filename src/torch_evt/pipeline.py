@@ -6,7 +6,8 @@ or, where min-cut decided otherwise, chosen anew. Inference (`transform_inferenc
 one graph. Between any two passes a verifier checks the graph.
 
 A graph in which nothing is placed goes on as AOTAutograd made it, and so does one in which a pass
-fails, unless `evt.strict` asks for the exception.
+fails, unless `evt.strict` asks for the exception. Only values that have another dtype than the
+graph says are mended in every graph (`joint.declared_dtypes`).
 """
 
 from __future__ import annotations
