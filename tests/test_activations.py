@@ -80,8 +80,8 @@ CASES = [
     Case(
         "squared relu",
         lambda z: F.relu(z).square(),
-        "v0 = acc0 + row(0); store(0, v0); v1 = relu(v0); store(1, v1 * v1)",
-        "v0 = relu(tile(0)); v1 = relu_backward(acc0 * (v0 * 2.0), v0); store(0, v1); "
+        "v0 = relu(acc0 + row(0)); store(0, v0); store(1, v0 * v0)",
+        "v0 = tile(0); v1 = relu_backward(acc0 * (v0 * 2.0), v0); store(0, v1); "
         "reduce(1, sum, rows, v1)",
     ),
     Case(

@@ -23,20 +23,17 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "verify": (False, True),
     "disable": ((), ["plan"], ("plan", "gelu_erf")),
     "dump": (None, "folder"),
-    "memory_budget": (None,),
+    "memory_budget": (None, 0, 2**30),
     "loss_chunk": (None,),
-    "save_weight": (0.0, 0),
-    "solver_nodes": (0,),
+    "save_weight": (0.0, 0, 0.5),
+    "solver_nodes": (1000, 0),
 }
 """Every documented option with the values that it takes, the default first."""
 
 UNAVAILABLE: dict[str, tuple[Any, ...]] = {
     "rng": ("grouped",),
     "tune": ("full",),
-    "memory_budget": (2**30,),
     "loss_chunk": (128,),
-    "save_weight": (0.5,),
-    "solver_nodes": (1000,),
 }
 NOT_IN_KEY = {"dump"}
 NAMES = [field.name for field in dataclasses.fields(Options)]
@@ -123,6 +120,14 @@ def test_a_wrong_type_says_what_the_option_takes(name: str) -> None:
 def test_a_bool_is_no_number(name: str, value: bool) -> None:
     with pytest.raises(OptionError, match="takes"):
         split({f"evt.{name}": value})
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, float("nan")])
+def test_a_price_or_limit_is_not_negative(value: float) -> None:
+    names = ["save_weight"] if isinstance(value, float) else ["memory_budget", "solver_nodes"]
+    for name in names:
+        with pytest.raises(OptionError, match=f"evt.{name} takes a number that is not negative"):
+            split({f"evt.{name}": value})
 
 
 @pytest.mark.parametrize(

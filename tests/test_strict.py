@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from interpreted import PLACE, interpreted
-from torch_evt import pipeline
+from torch_evt import pipeline, recheck
 from torch_evt.passes import State
 from torch_evt.runtime import counters
 
@@ -112,7 +112,7 @@ def test_a_half_that_min_cut_decided_otherwise_is_planned_anew(
 ) -> None:
     wanted = step("JOINT", PLACE)
     runs = dict(counters.region_runs)
-    monkeypatch.setattr(pipeline, "_planned_regions", lambda *_: None)
+    monkeypatch.setattr(recheck, "_standing", lambda *_: None)
     plans: list[Any] = []
     with pipeline.observed(plans.append):
         found = step("JOINT", PLACE)

@@ -61,7 +61,7 @@ from torch_evt.passes import (
 )
 from torch_evt.recheck import Expected
 from torch_evt.replaced import PlacedRegion
-from torch_evt.torch_compat import Partitioner, compile_id, run_partitioner
+from torch_evt.torch_compat import Partitioner, compile_id, has_memory_budget, run_partitioner
 
 _TRAINING_HALF = "torch_evt_training_half"
 
@@ -102,13 +102,20 @@ def _plan(state: State) -> None:
         state.labels = label_joint(graph, state.num_forward_outputs)
     else:
         state.labels = label_all(graph, state.half)
+    nodes = state.options.solver_nodes
+    if nodes and state.half is None and has_memory_budget():
+        nodes = 0
+        state.notes.append(
+            "activation_memory_budget is set: min-cut decides what is saved, and then each half is "
+            "planned; evt.memory_budget would leave both to one plan"
+        )
     state.optimum = optimise(
         graph,
         state.device,
         _rules(state),
         state.num_forward_outputs,
         _saving(state),
-        nodes=state.options.solver_nodes,
+        nodes=nodes,
     )
     state.choice = state.optimum.choice
     state.notes += state.optimum.notes

@@ -259,6 +259,13 @@ def run_partitioner(
         return partitioner(joint, inputs, **kwargs)
 
 
+def has_memory_budget() -> bool:
+    """Whether PyTorch's own limit on what is saved is set: activation_memory_budget."""
+    from torch._functorch import config
+
+    return bool(config.activation_memory_budget != 1.0)
+
+
 _NO_HINT = 8192
 """Inductor's own choice for a size of which nothing is known."""
 

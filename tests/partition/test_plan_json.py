@@ -20,7 +20,12 @@ SCHEMA: dict[str, Any] = {
     "graphs": [
         {
             "id": str,
-            "solver": {"name": str, "optimal": bool, "objective_us": MAYBE_NUMBER},
+            "solver": {
+                "name": str,
+                "optimal": bool,
+                "objective_us": MAYBE_NUMBER,
+                "greedy_us": MAYBE_NUMBER,
+            },
             "regions": [
                 {
                     "name": str,
@@ -33,7 +38,9 @@ SCHEMA: dict[str, Any] = {
                     "modelled_us": MAYBE_NUMBER,
                     "measured_us": MAYBE_NUMBER,
                     "replaced_us": MAYBE_NUMBER,
-                    "alternatives": [{"tree": str, "modelled_us": MAYBE_NUMBER}],
+                    "alternatives": [
+                        {"tree": str, "modelled_us": MAYBE_NUMBER, "replaced_us": MAYBE_NUMBER}
+                    ],
                 }
             ],
             "unfused": [

@@ -158,7 +158,7 @@ def test_under_a_checkpoint_the_recomputed_mask_is_the_same() -> None:
     (plan,) = plans
     assert not [s for s in plan.saved if s.tensor.startswith("inductor_random")]
     assert plan.saved_bytes == plan.inductor_saved_bytes
-    assert sum(counters.region_runs.values()) == len(plan.regions) > 4
+    assert sum(counters.region_runs.values()) == len(plan.regions) >= 4
 
 
 @pytest.mark.parametrize(

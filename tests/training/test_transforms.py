@@ -143,7 +143,7 @@ def test_several_models_at_once_by_vmap() -> None:
         return {"output:": output, "grad:x": inputs[0].grad, **named(gradients)}
 
     found = check(Layers, [(6, 16)], step)
-    assert min(found.halves) > 0 and found.ran()
+    assert found.halves == (0, 1) and found.ran()  # forward: a bias alone gains nothing
 
 
 def test_a_derivative_in_one_direction() -> None:

@@ -32,13 +32,17 @@ def with_copies(
     sources = {s for node in region.nodes for s in node.all_input_nodes if s not in inside}
     loaded = {root(load.node) for load in region.inputs[len(region.tree.operands) :]}
     again: set[fx.Node] = set()
-    for source in sources:
-        value = root(source)
-        if value not in loaded or value in inside:
-            continue
-        chain = recomputation.chain(value, loaded - {value}, fits)
-        if chain.nodes and all(fits(view) for view in views(source)):
-            again |= chain.nodes | set(views(source))
+    waiting = {s for s in sources if root(s) in loaded and root(s) not in inside}
+    while waiting:
+        found = set()
+        for source in sorted(waiting, key=position.__getitem__):
+            value = root(source)
+            chain = recomputation.chain(value, loaded - {value}, fits)
+            if chain.nodes and all(fits(view) for view in views(source)):
+                again |= chain.nodes | set(views(source))
+                loaded = loaded - {value} | chain.reads
+                found.add(source)
+        waiting = waiting - found if found else set()
     if not again - inside:
         return None
     nodes = sorted(inside | again, key=position.__getitem__)

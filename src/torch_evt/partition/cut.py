@@ -37,19 +37,22 @@ def mark(graph: fx.Graph, saved: Collection[str], num_forward_outputs: int) -> s
     graph left as it is, why it cannot be cut so.
     """
     labels = label_joint(graph, num_forward_outputs)
+    gradients = {v for v in output_values(graph)[num_forward_outputs:] if isinstance(v, fx.Node)}
     later = [
         n
         for n in graph.nodes
-        if n.op == "call_function" and labels[n] != "forward" and n.name not in saved
+        if n.op == "call_function"
+        and n.name not in saved
+        and (labels[n] == "backward" or (labels[n] == "either" and n in gradients))
     ]
-    again = {n for n in later if labels[n] == "either"}
+    again: set[fx.Node] = {n for n in later if labels[n] == "either"}
     while later:
         for source in later.pop().all_input_nodes:
             if source.op != "call_function" or source.name in saved or source in again:
                 continue
-            if labels[source] != "forward" or isinstance(source.meta.get("val"), torch.SymInt):
+            if labels[source] == "backward" or isinstance(source.meta.get("val"), torch.SymInt):
                 continue
-            if not computes_pointwise(source):
+            if labels[source] == "forward" and not computes_pointwise(source):
                 return f"backward would have to compute {source.name} again"
             again.add(source)
             later.append(source)

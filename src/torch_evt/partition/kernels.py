@@ -14,13 +14,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from torch_evt.devices import Device
 from torch_evt.graphs import output_values, tensor_of
 from torch_evt.mainloops import for_target
+from torch_evt.partition.early import Early
+from torch_evt.partition.elementwise import constant
 from torch_evt.partition.halves import Label
 from torch_evt.partition.plan import Half
 from torch_evt.partition.price import (
@@ -78,6 +80,7 @@ def enumerate_kernels(
     device: Device,
     labels: Mapping[fx.Node, Label],
     model: InductorModel,
+    early: Early,
     regions: Sequence[Region],
     num_forward_outputs: int,
     saving: Saving,
@@ -85,10 +88,11 @@ def enumerate_kernels(
 ) -> tuple[list[Kernel], Problem]:
     """All kernels and the problem over them, candidate by candidate.
 
-    labels: of the graph's nodes. model: of the same graph. regions: of all anchors. together: sets
-    of regions that the program should be able to choose whatever the limits (a greedy plan).
+    labels: of the graph's nodes. model, early: of the same graph. regions: of all anchors.
+    together: sets of regions that the program should be able to choose whatever the limits (a
+    greedy plan).
     """
-    return _Enumerator(graph, device, labels, model, num_forward_outputs).run(
+    return _Enumerator(graph, device, labels, model, early, num_forward_outputs).run(
         regions, saving, together
     )
 
@@ -100,9 +104,10 @@ class _Enumerator:
         device: Device,
         labels: Mapping[fx.Node, Label],
         model: InductorModel,
+        early: Early,
         num_forward_outputs: int,
     ) -> None:
-        self.device, self.labels, self.model = device, labels, model
+        self.device, self.labels, self.model, self.early = device, labels, model, early
         self.recomputation = Recomputation(labels, model.size)
         self.number = {node: i for i, node in enumerate(graph.nodes)}
         self.kernels: dict[object, Kernel] = {}
@@ -199,6 +204,8 @@ class _Enumerator:
 
     def _add_region(self, region: Region) -> None:
         inside = frozenset(region.nodes)
+        if region.kept and self.half(region.anchor) == "forward":
+            region = replace(region, kept=self._kept_in_forward(region.kept, inside))
         place = self.number[region.anchor] / len(self.number)
         stores = {root(n) for output in region.outputs for n in output.nodes}
         self._add(
@@ -211,6 +218,22 @@ class _Enumerator:
             covers=inside - region.kept,
             region=region,
         )
+
+    def _kept_in_forward(self, kept: Nodes, inside: Nodes) -> Nodes:
+        """The kept nodes that forward needs outside the region, and what these need: of the others
+        backward alone would read the originals, and it can compute them again."""
+        needed: set[fx.Node] = set()
+        left = {
+            node
+            for node in kept
+            if any((root(node), half) in self.results for half in ("forward", "inference"))
+            or any(self.half(r) == "forward" for r in self.readers[root(node)] - inside)
+        }
+        while left:
+            node = left.pop()
+            needed.add(node)
+            left |= (kept & {*node.all_input_nodes}) - needed
+        return frozenset(needed)
 
     def _add_library_call(self, node: fx.Node) -> None:
         if _is_part(node):
@@ -229,8 +252,8 @@ class _Enumerator:
     def _remainders(
         self, regions: Sequence[Region], together: Sequence[Sequence[Region]]
     ) -> Iterator[_Remainder]:
-        """Every group: whole, and less what regions take."""
-        taking: dict[Nodes, dict[fx.Node, dict[_Part, None]]] = defaultdict(dict)
+        """Every group: whole, and less what regions take, or forward computes early."""
+        taking: dict[Nodes, dict[fx.Node | None, dict[_Part, None]]] = defaultdict(dict)
         groups = {id(g): g.nodes for g in self.model.groups.values()}.values()
         homes: dict[Half, dict[fx.Node, Nodes]] = defaultdict(dict)
         for nodes in groups:
@@ -242,6 +265,11 @@ class _Enumerator:
         for region in regions:
             for nodes, part in parts_of(region).items():
                 taking[nodes].setdefault(region.anchor, {})[part] = None
+        for group, taken in _by_group(self.early.nodes, homes["backward"]).items():
+            taking[group] = {None: {_Part(taken, frozenset()): None}, **taking[group]}
+        for early in self.early.of.values():
+            for group, taken in _by_group(early, homes["backward"]).items():
+                taking[group][None][_Part(taken, frozenset())] = None
         for nodes in groups:
             ways: dict[_Part, None] = {_Part(frozenset(), frozenset()): None}
             for chosen in together:
@@ -255,8 +283,16 @@ class _Enumerator:
                     yield _Remainder(component, way.taken, way.copied)
 
     def _add_group(self, remainder: _Remainder) -> None:
+        half = self.half(next(iter(remainder.nodes)))
+        self._add_kernels(remainder, half)
+        if half == "forward":
+            needed, idle = self._stored(remainder, half)
+            early = (self.early.of.get(value, frozenset()) for value in needed | idle)
+            if more := frozenset().union(*early):
+                self._add_kernels(replace(remainder, nodes=remainder.nodes | more), half)
+
+    def _add_kernels(self, remainder: _Remainder, half: Half) -> None:
         nodes = remainder.nodes
-        half = self.half(next(iter(nodes)))
         needed, idle = self._stored(remainder, half)
         instead = {value: self._stored_instead(value, nodes) for value in idle}
         reads = self.model.reads_of(nodes)
@@ -298,10 +334,15 @@ class _Enumerator:
         """The values that a backward kernel reads and can compute again, and by which nodes."""
         if half != "backward":
             return {}
-        found = {}
-        for value in reads:
-            if chain := self.recomputation.chain(value, reads).nodes:
-                found[value] = chain
+        found: dict[fx.Node, Nodes] = {}
+        read, more = set(reads), True
+        while more:
+            more = False
+            for value in [v for v in reads if v not in found]:
+                chain = self.recomputation.chain(value, read)
+                if chain.nodes:
+                    found[value], more = chain.nodes, True
+                    read = read - {value} | chain.reads
         return found
 
     def _add_recomputations(self) -> None:
@@ -350,17 +391,22 @@ class _Remainder:
 
 def _parts(region: Region, home: Mapping[fx.Node, Nodes]) -> dict[Nodes, _Part]:
     """What a region takes out of each group. home: the group of each node of the region's half."""
-    taken: dict[Nodes, set[fx.Node]] = defaultdict(set)
-    copied: dict[Nodes, set[fx.Node]] = defaultdict(set)
-    for node in region.nodes:
-        if node in home:
-            taken[home[node]].add(node)
-            if node in region.kept:
-                copied[home[node]].add(node)
+    copied = _by_group(region.kept, home)
     return {
-        group: _Part(frozenset(nodes - copied[group]), frozenset(nodes if copied[group] else ()))
-        for group, nodes in taken.items()
+        group: _Part(
+            nodes - copied.get(group, frozenset()), nodes if group in copied else frozenset()
+        )
+        for group, nodes in _by_group(region.nodes, home).items()
     }
+
+
+def _by_group(nodes: Iterable[fx.Node], home: Mapping[fx.Node, Nodes]) -> dict[Nodes, Nodes]:
+    """Nodes by the group that they are in; those in none are left out."""
+    found: dict[Nodes, set[fx.Node]] = defaultdict(set)
+    for node in nodes:
+        if node in home:
+            found[home[node]].add(node)
+    return {group: frozenset(members) for group, members in found.items()}
 
 
 def _ways(by_anchor: Sequence[Sequence[_Part]]) -> Iterator[_Part]:
@@ -404,7 +450,12 @@ def _subsets(values: AbstractSet[fx.Node]) -> Iterator[Nodes]:
 
 
 def _components(nodes: Nodes) -> list[Nodes]:
-    """The parts of a set of nodes that touch each other."""
+    """The parts of a set of nodes that touch each other, or read the same value."""
+    readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in nodes and constant(source) is None:
+                readers[root(source)].add(node)
     left = set(nodes)
     found = []
     while left:
@@ -412,7 +463,10 @@ def _components(nodes: Nodes) -> list[Nodes]:
         component = set(stack)
         while stack:
             node = stack.pop()
-            for near in (*node.all_input_nodes, *node.users):
+            beside = (
+                readers[root(source)] for source in node.all_input_nodes if source not in nodes
+            )
+            for near in itertools.chain(node.all_input_nodes, node.users, *beside):
                 if near in left:
                     left.discard(near)
                     component.add(near)

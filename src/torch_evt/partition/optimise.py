@@ -12,6 +12,7 @@ from torch_evt.devices import Device
 from torch_evt.partition import greedy
 from torch_evt.partition.candidates import Growth, Rules, anchors, order_of
 from torch_evt.partition.copies import with_copies
+from torch_evt.partition.early import Early
 from torch_evt.partition.greedy import Choice, Chosen, Left, Priced
 from torch_evt.partition.growths import Growths
 from torch_evt.partition.instead import Instead
@@ -24,6 +25,11 @@ from torch_evt.torch_compat import timed
 
 _LEAST_SAVED = 1.0
 """A save_weight, in us a byte, beside which no kernel's time counts."""
+
+_NO_ANSWER = (
+    "checkpointing wants products computed again in backward, which the program does not plan: "
+    "min-cut decides what is saved, and then each half is planned"
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ def optimise(
     if nodes == 0:
         return Optimum(planned, "greedy")
     with timed("evt.joint.plan.copies"):
+        early = Early(graph, rules.labels, model.size)
+        growths = {anchor: early.extended(growth, rules) for anchor, growth in growths.items()}
         growths = _with_copies(growths, model, order.position, rules)
     greedy_regions = [chosen.priced.region for chosen in planned.chosen]
     regions = [region for growth in growths.values() for region in growth.regions]
@@ -79,6 +87,7 @@ def optimise(
             device,
             rules.labels,
             model,
+            early,
             [*regions, *greedy_regions],
             num_forward_outputs,
             saving,
@@ -100,7 +109,9 @@ def optimise(
             )
     found = [a for a in (answer, greedy_answer) if a is not None]
     if not found:
-        notes.append("the program has no answer: this is the greedy plan")
+        notes.append(
+            _NO_ANSWER if saving.must_not else "the program has no answer within its limits"
+        )
         return Optimum(planned, "greedy", notes=tuple(notes))
     best = min(found, key=lambda a: a.objective_us)
     chosen = [kernels[r] for r in best.chosen]
@@ -178,8 +189,9 @@ def _choice(
         rank = ranked(anchor)
         if anchor in taken:
             region = taken[anchor]
+            same = (region.nodes, region.tree)
             own = Priced(region, region_us(region, model.device), instead.us(region))
-            losers = tuple(p for p in rank if p.region is not region)
+            losers = tuple(p for p in rank if (p.region.nodes, p.region.tree) != same)
             with_region.append(Chosen(own, losers))
         else:
             growth = growths[anchor]

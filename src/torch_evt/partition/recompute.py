@@ -16,7 +16,7 @@ from torch_evt.partition.halves import Label
 from torch_evt.partition.maxima import is_compared
 from torch_evt.partition.price import passes, works
 
-_WORTH = 1.05
+_WORTH = 1.125
 """What may be read to compute a value again, over the value's own bytes."""
 
 _LONGEST = 6
@@ -44,12 +44,12 @@ class Recomputation:
         self._sources: dict[fx.Node, list[tuple[fx.Node, list[fx.Node]]]] = {}
 
     def possible(self, value: fx.Node) -> bool:
-        """Whether a forward value is cheap to compute again: elementwise, not random, and no value
-        that is compared with its maximum."""
+        """Whether a value that no tangent enters is cheap to compute again: elementwise, not
+        random, and no value that is compared with its maximum."""
         known = self._possible.get(value)
         if known is None:
             known = self._possible[value] = (
-                self._labels[value] == "forward"
+                self._labels[value] in ("forward", "either")
                 and is_elementwise(value)
                 and not is_compared(value)
                 and all(works(root(s)) or constant(s) is not None for s in value.all_input_nodes)

@@ -1,0 +1,102 @@
+"""Values that only backward needs, computed in forward: a mask saved in place of what it compares.
+
+No tangent enters such a value, so that it may be computed in either half. It belongs to forward
+where it is smaller than the one forward value that it is computed from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from torch_evt.partition import candidates
+from torch_evt.partition.candidates import Growth, Rules
+from torch_evt.partition.elementwise import constant, is_elementwise
+from torch_evt.partition.halves import Label
+from torch_evt.partition.maxima import is_compared
+from torch_evt.partition.price import passes, works
+from torch_evt.partition.recompute import Nodes, root, views
+from torch_evt.partition.region import Region
+
+
+class Early:
+    """Answers for one joint graph. labels: of its nodes; size: bytes of a node's tensor."""
+
+    def __init__(
+        self, graph: fx.Graph, labels: Mapping[fx.Node, Label], size: Callable[[fx.Node], int]
+    ) -> None:
+        self._labels = labels
+        self._size = size
+        self._position = {node: i for i, node in enumerate(graph.nodes)}
+        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if node.op == "output" or not passes(node):
+                for source in dict.fromkeys(map(root, node.all_input_nodes)):
+                    self._readers[source].append(node)
+        found = {node: self._found(node) for node in graph.nodes if labels[node] == "forward"}
+        self.of = {value: nodes for value, nodes in found.items() if nodes}
+        """Forward value -> the nodes, views among them, that forward may compute in place of
+        leaving it for backward."""
+        self.nodes: Nodes = frozenset().union(*self.of.values())
+
+    def _found(self, value: fx.Node) -> Nodes:
+        """The nodes after which the least is left for backward."""
+        later = [node for node in self._readers[value] if self._labels[node] != "forward"]
+        if not later or not works(value) or value.op != "call_function":
+            return frozenset()
+        inside: set[fx.Node] = set()
+        best, least = 0, self._size(value)
+        order: list[fx.Node] = []
+        pending = set(later)
+        while pending:
+            node = min(pending, key=self._position.__getitem__)
+            pending.remove(node)
+            if not self._may_enter(node, value, inside):
+                continue
+            inside.add(node)
+            order.append(node)
+            pending.update(self._readers[node])
+            left = sum(self._size(v) for v in inside if not inside.issuperset(self._readers[v]))
+            if left < least and inside.issuperset(later):
+                best, least = len(order), left
+        chosen = order[:best]
+        between = {view for node in chosen for s in node.all_input_nodes for view in views(s)}
+        return frozenset(chosen) | {v for v in between if self._labels[v] == "either"}
+
+    def _may_enter(self, node: fx.Node, value: fx.Node, inside: Collection[fx.Node]) -> bool:
+        sources = [root(s) for s in node.all_input_nodes if constant(s) is None]
+        return (
+            self._labels[node] == "either"
+            and is_elementwise(node)
+            and works(node)
+            and not is_compared(node)
+            and all(source is value or source in inside for source in sources)
+        )
+
+    def extended(self, growth: Growth, rules: Rules) -> Growth:
+        """The growth with regions that compute such values (forward), or read them (backward)."""
+        forward = rules.labels[growth.anchor] == "forward"
+        more = self._with if forward else self._without
+        found = (more(region, rules) for region in growth.regions)
+        regions = tuple(region for region in found if region is not None)
+        return replace(growth, regions=growth.regions + regions) if regions else growth
+
+    def _with(self, region: Region, rules: Rules) -> Region | None:
+        """The region with all such values of what it leaves in memory."""
+        left = {root(node) for output in region.outputs for node in output.nodes}
+        more = frozenset().union(*(self.of.get(value, frozenset()) for value in left))
+        return self._built(region, {*region.nodes} | more, rules) if more else None
+
+    def _without(self, region: Region, rules: Rules) -> Region | None:
+        """The region without such values, which it then reads."""
+        inside = {*region.nodes}
+        less = {node for nodes in self.of.values() if nodes & inside for node in nodes}
+        return self._built(region, inside - less, rules) if less else None
+
+    def _built(self, region: Region, nodes: set[fx.Node], rules: Rules) -> Region | None:
+        ordered = sorted(nodes, key=self._position.__getitem__)
+        built = candidates.build(region.anchor, region.mainloop, ordered, rules, kept=region.kept)
+        return built if isinstance(built, Region) else None
