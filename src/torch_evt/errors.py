@@ -65,7 +65,7 @@ class Reason:
 
 # Why a node was not fused. Codes are stable; texts are for people.
 BARE = Reason("bare", "no arithmetic stands next to the product, and a plain product is cuBLAS's")
-SLOWER = Reason("slower", "the best region is priced slower than what it would replace")
+SLOWER = Reason("slower", "no region of it would make the plan faster")
 TAKEN = Reason("taken", "its neighbours belong to a region with a larger gain")
 OPERAND_DTYPE = Reason("operand-dtype", "no main loop takes operands of this dtype")
 EMPTY = Reason("empty", "a dimension has size 0")

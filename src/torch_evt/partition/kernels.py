@@ -240,7 +240,10 @@ class _Enumerator:
             return
         parts = frozenset(u for u in node.users if _is_part(u))
         stores = {n for n in (node, *parts) if self._lies_in_memory(n)}
-        reads = {root(source): self.model.size(source) for source in node.all_input_nodes}
+        reads: dict[fx.Node, int] = defaultdict(int)
+        for source in node.all_input_nodes:  # q, k and v may be parts of one value
+            whole = root(source)
+            reads[whole] = min(self.model.size(whole), reads[whole] + self.model.size(source))
         written = sum(self.model.size(n) for n in stores)
         if for_target(node.target) is not None:
             cost = product_us(node, self.device)
