@@ -31,7 +31,7 @@ from torch_evt.partition.price import (
     region_us,
     works,
 )
-from torch_evt.partition.program import Candidate, Problem
+from torch_evt.partition.problem import Candidate, Problem
 from torch_evt.partition.recompute import Nodes, Recomputation, root, views
 from torch_evt.partition.region import Region, is_widening
 

@@ -17,7 +17,8 @@ from torch_evt.partition.growths import Growths
 from torch_evt.partition.instead import Instead
 from torch_evt.partition.kernels import Kernel, Saving, enumerate_kernels
 from torch_evt.partition.price import InductorModel, region_us
-from torch_evt.partition.program import Problem, Solution, solve
+from torch_evt.partition.problem import Problem, Solution
+from torch_evt.partition.program import solve
 from torch_evt.partition.recompute import Recomputation
 from torch_evt.partition.region import Region
 from torch_evt.torch_compat import timed
@@ -87,7 +88,7 @@ def optimise(
     notes: list[str] = []
     with timed("evt.joint.plan.solve"):
         greedy_answer = _restricted(problem, kernels, greedy_regions, nodes)
-        start = None if greedy_answer is None else greedy_answer.chosen
+        start = () if greedy_answer is None else greedy_answer.chosen
         answer = solve(problem, nodes=nodes, start=start)
     if answer is None and saving.budget is not None:
         least = replace(problem, memory_budget=None, save_weight=_LEAST_SAVED)

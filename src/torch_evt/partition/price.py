@@ -203,11 +203,13 @@ class InductorModel:
 
         gone: nodes that regions compute, so that their values may still lie in the cache.
         """
-        time = float(written)
+        cached = 0
         for root, size in reads.items():
             recent = root in gone or for_target(root.target) is not None
-            fast = recent and size <= self.device.l2_bytes / 2
-            time += size / (_CACHED_SPEEDUP if fast else 1.0)
+            if recent and size <= self.device.l2_bytes / 2:
+                cached += size
+        from_memory = written + sum(reads.values()) - cached  # exact in any order of the reads
+        time = from_memory + cached / _CACHED_SPEEDUP
         return time / self.device.bytes_per_us() + self.device.launch_us
 
     def reads_of(self, nodes: AbstractSet[fx.Node]) -> dict[fx.Node, int]:
