@@ -133,8 +133,7 @@ def _with_copies(
     for anchor, growth in growths.items():
         if rules.labels[anchor] != "backward":
             continue
-        copied = (with_copies(r, recomputation, position, rules) for r in growth.regions)
-        more = tuple(region for region in copied if region is not None)
+        more = tuple(with_copies(growth.regions, recomputation, position, rules))
         found[anchor] = replace(growth, regions=growth.regions + more)
     return found
 
@@ -165,7 +164,7 @@ def _choice(
     owner = {n: r.anchor for r in taken.values() for n in r.nodes if n not in r.kept}
 
     def ranked(anchor: fx.Node) -> list[Priced]:
-        gone = {n: a for n, a in owner.items() if a is not anchor}
+        gone = frozenset(n for n, a in owner.items() if a is not anchor)
         free = (
             r
             for r in growths[anchor].regions
