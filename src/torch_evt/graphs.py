@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torch_evt.errors import PassError
+from torch_evt.torch_compat import lazy_module
 
 aten = torch.ops.aten
 Size = int | torch.SymInt
@@ -131,7 +132,7 @@ def _copied(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     for node in graph.nodes:
         env[node] = copy.node_copy(node, lambda n: env[n])
     copy._codegen = graph._codegen
-    module = fx.GraphModule(root, copy)
+    module = lazy_module(root, copy)
     module.meta = dict(getattr(root, "meta", {}))
     return module
 

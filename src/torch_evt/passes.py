@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import tempfile
 import time
@@ -57,6 +58,19 @@ class Pass:
 
     name: str
     run: Callable[[State], None]
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """No collection of garbage inside: the graphs of a large model are a million objects, which
+    are all in use, and Python would look at each of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def run(passes: tuple[Pass, ...], state: State) -> None:

@@ -53,6 +53,7 @@ from torch_evt.partition.plan import Half
 from torch_evt.passes import (
     Pass,
     State,
+    collecting_later,
     describing,
     falling_back,
     new_folder,
@@ -223,6 +224,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.reset(token)
 
 
+@collecting_later()
 def partition(
     joint: fx.GraphModule,
     inputs: Sequence[Any],
@@ -273,6 +275,7 @@ def is_training_half(graph: fx.Graph) -> bool:
     return _TRAINING_HALF in output_node(graph).meta
 
 
+@collecting_later()
 def transform_inference(graph: fx.Graph, options: Options) -> None:
     """Place regions in an inference graph, in place; it stays as it is where none is placed."""
     decisions.started()

@@ -219,6 +219,15 @@ def common_subexpressions(graph: fx.Graph) -> fx.Graph:
     return fx_graph_cse(graph)
 
 
+def lazy_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module that is made to Python only when somebody runs or prints it, as Inductor has
+    them: most of ours are only cut or copied."""
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(root, graph)
+
+
 def inductor_generators() -> frozenset[Any]:
     """Inductor's own random operations (torch._inductor.inductor_prims): they read no memory."""
     import torch._inductor.inductor_prims  # registers them

@@ -129,9 +129,16 @@ def build(
     kept: as for `Builder.finish`.
     """
     try:
-        builder = _builder(anchor, mainloop, rules)
+        builder = builder_of(anchor, mainloop, rules)
     except Refused as refusal:
         return refusal.reason
+    return rebuild(builder, nodes, kept)
+
+
+def rebuild(
+    builder: Builder, nodes: Iterable[fx.Node], kept: frozenset[fx.Node]
+) -> Region | Reason:
+    """The same by a builder that may hold other nodes, of which it keeps what it can."""
     reason = _fill(builder, nodes)
     if reason is not None:
         return reason
@@ -165,7 +172,7 @@ def grow(
     if half == "either":
         return Growth(anchor, (), errors.NO_HALF)
     try:
-        builder = _builder(anchor, mainloop, rules)
+        builder = builder_of(anchor, mainloop, rules)
     except Refused as refusal:
         return Growth(anchor, (), refusal.reason)
     first: tuple[Reason, fx.Node] | None = None
@@ -198,7 +205,8 @@ def grow(
     return Growth(anchor, tuple(regions), reason, blocker)
 
 
-def _builder(anchor: fx.Node, mainloop: MainLoop, rules: Rules) -> Builder:
+def builder_of(anchor: fx.Node, mainloop: MainLoop, rules: Rules) -> Builder:
+    """A builder that holds the anchor alone. Raises Refused where it can have no region."""
     return Builder(
         anchor,
         mainloop,

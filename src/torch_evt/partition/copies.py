@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import fx
 
 from torch_evt.graphs import tensor_of
 from torch_evt.partition import candidates
+from torch_evt.partition.builder import Builder
 from torch_evt.partition.candidates import Rules
 from torch_evt.partition.recompute import Recomputation, root, views
 from torch_evt.partition.region import Region
 
 
 def with_copies(
-    region: Region, recomputation: Recomputation, position: Mapping[fx.Node, int], rules: Rules
-) -> Region | None:
-    """The region with copies of all forward values that are cheaper to compute again than to read;
-    None where there are none, or the kernel cannot hold them.
+    regions: Iterable[Region],
+    recomputation: Recomputation,
+    position: Mapping[fx.Node, int],
+    rules: Rules,
+) -> Iterator[Region]:
+    """The regions of one anchor with copies of all forward values that are cheaper to compute again
+    than to read, where there are any and the kernel can hold them.
 
     The originals stay in forward: the copies are `kept`. position: of the graph's nodes.
     """
+    builder: Builder | None = None
+    for region in regions:
+        again = _computed_again(region, recomputation, position)
+        if not again:
+            continue
+        builder = builder or candidates.builder_of(region.anchor, region.mainloop, rules)
+        nodes = sorted(again.union(region.nodes), key=position.__getitem__)
+        built = candidates.rebuild(builder, nodes, region.kept | again)
+        if isinstance(built, Region):
+            yield built
+
+
+def _computed_again(
+    region: Region, recomputation: Recomputation, position: Mapping[fx.Node, int]
+) -> frozenset[fx.Node]:
+    """The nodes that the region would hold copies of, the views between them included."""
 
     @functools.cache
     def fits(node: fx.Node) -> bool:
@@ -43,9 +63,4 @@ def with_copies(
                 loaded = loaded - {value} | chain.reads
                 found.add(source)
         waiting = waiting - found if found else set()
-    if not again - inside:
-        return None
-    nodes = sorted(inside | again, key=position.__getitem__)
-    kept = region.kept | (again - inside)
-    built = candidates.build(region.anchor, region.mainloop, nodes, rules, kept=kept)
-    return built if isinstance(built, Region) else None
+    return frozenset(again - inside)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import fx
 
 from torch_evt.partition import candidates
+from torch_evt.partition.builder import Builder
 from torch_evt.partition.candidates import Growth, Rules
 from torch_evt.partition.elementwise import constant, is_elementwise
 from torch_evt.partition.halves import Label
@@ -41,6 +42,10 @@ class Early:
         """Forward value -> the nodes, views among them, that forward may compute in place of
         leaving it for backward."""
         self.nodes: Nodes = frozenset().union(*self.of.values())
+        self._together: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        for nodes in self.of.values():
+            for node in nodes:
+                self._together[node] |= nodes
 
     def _found(self, value: fx.Node) -> Nodes:
         """The nodes after which the least is left for backward."""
@@ -79,24 +84,26 @@ class Early:
     def extended(self, growth: Growth, rules: Rules) -> Growth:
         """The growth with regions that compute such values (forward), or read them (backward)."""
         forward = rules.labels[growth.anchor] == "forward"
-        more = self._with if forward else self._without
-        found = (more(region, rules) for region in growth.regions)
-        regions = tuple(region for region in found if region is not None)
-        return replace(growth, regions=growth.regions + regions) if regions else growth
+        nodes_of = self._with if forward else self._without
+        builder: Builder | None = None
+        found: list[Region] = []
+        for region in growth.regions:
+            nodes = nodes_of(region)
+            if len(nodes) == len(region.nodes):
+                continue
+            builder = builder or candidates.builder_of(growth.anchor, region.mainloop, rules)
+            ordered = sorted(nodes, key=self._position.__getitem__)
+            built = candidates.rebuild(builder, ordered, region.kept)
+            if isinstance(built, Region):
+                found.append(built)
+        return replace(growth, regions=growth.regions + tuple(found)) if found else growth
 
-    def _with(self, region: Region, rules: Rules) -> Region | None:
-        """The region with all such values of what it leaves in memory."""
+    def _with(self, region: Region) -> Nodes:
+        """The region's nodes and all such values of what it leaves in memory."""
         left = {root(node) for output in region.outputs for node in output.nodes}
-        more = frozenset().union(*(self.of.get(value, frozenset()) for value in left))
-        return self._built(region, {*region.nodes} | more, rules) if more else None
+        return frozenset(region.nodes).union(*(self.of.get(value, ()) for value in left))
 
-    def _without(self, region: Region, rules: Rules) -> Region | None:
-        """The region without such values, which it then reads."""
-        inside = {*region.nodes}
-        less = {node for nodes in self.of.values() if nodes & inside for node in nodes}
-        return self._built(region, inside - less, rules) if less else None
-
-    def _built(self, region: Region, nodes: set[fx.Node], rules: Rules) -> Region | None:
-        ordered = sorted(nodes, key=self._position.__getitem__)
-        built = candidates.build(region.anchor, region.mainloop, ordered, rules, kept=region.kept)
-        return built if isinstance(built, Region) else None
+    def _without(self, region: Region) -> Nodes:
+        """The region's nodes less such values, which it then reads."""
+        less = (self._together[node] for node in region.nodes if node in self._together)
+        return frozenset(region.nodes).difference(*less)

@@ -94,9 +94,10 @@ def choose(
 
     def reprice(anchor: fx.Node) -> None:
         grown[anchor] = shared.of(anchor, loops[anchor])
+        gone = frozenset(taken)
         rank[anchor] = sorted(
             (
-                Priced(r, region_us(r, device), model.replaced_us(r, dict.fromkeys(taken)))
+                Priced(r, region_us(r, device), model.replaced_us(r, gone))
                 for r in grown[anchor].regions
             ),
             key=lambda p: -p.gain_us,

@@ -49,7 +49,8 @@ class Instead:
         total = product_us(region.anchor, self._model.device)
         gone = {n for n, anchor in self._in_regions.items() if anchor is not region.anchor}
         loads = {root(i.node) for i in region.inputs[len(region.tree.operands) :]}
-        groups = {id(g): g.nodes for n in inside if (g := self._model.groups.get(n)) is not None}
+        own_nodes = (n for n in region.nodes if n in inside)  # in order: sums depend on it
+        groups = {id(g): g.nodes for n in own_nodes if (g := self._model.groups.get(n)) is not None}
         for nodes in groups.values():
             part = nodes & inside
             if not any(works(node) for node in part):

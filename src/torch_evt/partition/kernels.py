@@ -33,7 +33,7 @@ from torch_evt.partition.price import (
     region_us,
     works,
 )
-from torch_evt.partition.program import Candidate, Problem
+from torch_evt.partition.problem import Candidate, Problem
 from torch_evt.partition.recompute import Nodes, Recomputation, root, views
 from torch_evt.partition.region import Region, is_widening
 
@@ -110,8 +110,12 @@ class _Enumerator:
         self.device, self.labels, self.model, self.early = device, labels, model, early
         self.recomputation = Recomputation(labels, model.size)
         self.number = {node: i for i, node in enumerate(graph.nodes)}
+        self.runs = {n for n in graph.nodes if _runs(n)}
+        self.inputs: dict[Nodes, tuple[dict[fx.Node, int], dict[fx.Node, Nodes]]] = {}
+        self.in_memory = {n for n in graph.nodes if _lies_in_memory(n)}
         self.kernels: dict[object, Kernel] = {}
         self.results = self._results(output_values(graph), num_forward_outputs)
+        self.returned = {value for value, _ in self.results}
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node in graph.nodes:
             if node.op == "call_function" and not passes(node):
@@ -124,14 +128,10 @@ class _Enumerator:
         only: Half = next(iter(sorted(halves)), "forward")
         found: set[tuple[fx.Node, Half]] = set()
         for i, value in enumerate(values):
-            if isinstance(value, fx.Node) and self._lies_in_memory(root(value)):
+            if isinstance(value, fx.Node) and root(value) in self.in_memory:
                 half: Half = ("forward" if i < forward else "backward") if both else only
                 found.add((root(value), half))
         return found
-
-    def _lies_in_memory(self, value: fx.Node) -> bool:
-        """Whether a value is written by a kernel and has bytes."""
-        return value.op == "call_function" and works(value) and tensor_of(value) is not None
 
     def half(self, node: fx.Node) -> Half:
         label = self.labels[node]
@@ -190,8 +190,8 @@ class _Enumerator:
         candidate = Candidate(
             half,
             cost_us,
-            frozenset(numbers[n] for n in (nodes if covers is None else covers) if _runs(n)),
-            frozenset(numbers[v] for v in reads if self._lies_in_memory(v)),
+            frozenset(numbers[n] for n in (nodes if covers is None else covers) if n in self.runs),
+            frozenset(numbers[v] for v in reads if v in self.in_memory),
             frozenset(numbers[v] for v in stores),
             frozenset(numbers[v] for v in copies),
         )
@@ -239,7 +239,7 @@ class _Enumerator:
         if _is_part(node):
             return
         parts = frozenset(u for u in node.users if _is_part(u))
-        stores = {n for n in (node, *parts) if self._lies_in_memory(n)}
+        stores = {n for n in (node, *parts) if n in self.in_memory}
         reads: dict[fx.Node, int] = defaultdict(int)
         for source in node.all_input_nodes:  # q, k and v may be parts of one value
             whole = root(source)
@@ -273,11 +273,16 @@ class _Enumerator:
         for early in self.early.of.values():
             for group, taken in _by_group(early, homes["backward"]).items():
                 taking[group][None][_Part(taken, frozenset())] = None
+        taken_together: list[dict[Nodes, list[_Part]]] = []
+        for chosen in together:
+            taken_together.append(defaultdict(list))
+            for region in chosen:
+                for nodes, part in parts_of(region).items():
+                    taken_together[-1][nodes].append(part)
         for nodes in groups:
             ways: dict[_Part, None] = {_Part(frozenset(), frozenset()): None}
-            for chosen in together:
-                found = (parts_of(region).get(nodes) for region in chosen)
-                ways[_joined(p for p in found if p is not None)] = None
+            for parts in taken_together:
+                ways[_joined(parts[nodes])] = None
             by_anchor = [list(parts) for parts in taking[nodes].values()]
             for way in itertools.islice(_ways(by_anchor), _MAX_REMAINDERS):
                 ways[way] = None
@@ -298,8 +303,10 @@ class _Enumerator:
         nodes = remainder.nodes
         needed, idle = self._stored(remainder, half)
         instead = {value: self._stored_instead(value, nodes) for value in idle}
-        reads = self.model.reads_of(nodes)
-        chains = self._recomputable(reads, half)
+        if nodes not in self.inputs:  # of several remainders, each of other regions
+            reads = self.model.reads_of(nodes)
+            self.inputs[nodes] = reads, self._recomputable(reads, half)
+        reads, chains = self.inputs[nodes]
         for left_out in _subsets(idle):
             stores = needed.union(idle - left_out, *(instead[value] for value in left_out))
             written = sum(self.model.size(v) for v in stores)
@@ -316,10 +323,10 @@ class _Enumerator:
         needed, idle = set(), set()
         outside = remainder.nodes | remainder.copied
         for node in remainder.nodes:
-            if not self._lies_in_memory(node) or is_widening(node):
+            if node not in self.in_memory or is_widening(node):
                 continue
             readers = self.readers[node] - outside
-            result = any((node, h) in self.results for h in ("forward", "backward", "inference"))
+            result = node in self.returned
             if not readers and not result:
                 continue
             forward = result or any(self.half(r) == half for r in readers)
@@ -436,6 +443,11 @@ def _disjoint(parts: Sequence[_Part]) -> bool:
 def _is_part(node: fx.Node) -> bool:
     """Whether a node takes one of several results."""
     return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _lies_in_memory(value: fx.Node) -> bool:
+    """Whether a value is written by a kernel and has bytes."""
+    return value.op == "call_function" and works(value) and tensor_of(value) is not None
 
 
 def _runs(node: fx.Node) -> bool:

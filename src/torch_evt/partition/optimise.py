@@ -18,7 +18,8 @@ from torch_evt.partition.growths import Growths
 from torch_evt.partition.instead import Instead
 from torch_evt.partition.kernels import Kernel, Saving, enumerate_kernels
 from torch_evt.partition.price import InductorModel, region_us
-from torch_evt.partition.program import Problem, Solution, solve
+from torch_evt.partition.problem import Problem, Solution
+from torch_evt.partition.program import solve
 from torch_evt.partition.recompute import Recomputation
 from torch_evt.partition.region import Region
 from torch_evt.torch_compat import timed
@@ -96,7 +97,7 @@ def optimise(
     notes: list[str] = []
     with timed("evt.joint.plan.solve"):
         greedy_answer = _restricted(problem, kernels, greedy_regions, nodes)
-        start = None if greedy_answer is None else greedy_answer.chosen
+        start = () if greedy_answer is None else greedy_answer.chosen
         answer = solve(problem, nodes=nodes, start=start)
     if answer is None and saving.budget is not None:
         least = replace(problem, memory_budget=None, save_weight=_LEAST_SAVED)
@@ -143,8 +144,7 @@ def _with_copies(
     for anchor, growth in growths.items():
         if rules.labels[anchor] != "backward":
             continue
-        copied = (with_copies(r, recomputation, position, rules) for r in growth.regions)
-        more = tuple(region for region in copied if region is not None)
+        more = tuple(with_copies(growth.regions, recomputation, position, rules))
         found[anchor] = replace(growth, regions=growth.regions + more)
     return found
 
@@ -152,9 +152,9 @@ def _with_copies(
 def _restricted(
     problem: Problem, kernels: Sequence[Kernel], regions: Sequence[Region], nodes: int
 ) -> Solution | None:
-    """The program's answer with these regions or none of an anchor, in the problem's numbers."""
-    allowed = {id(region) for region in regions}
-    numbers = [r for r, k in enumerate(kernels) if k.region is None or id(k.region) in allowed]
+    """The program's answer with regions of these nodes or none, in the problem's numbers."""
+    allowed = {frozenset(region.nodes) for region in regions}
+    numbers = [r for r, k in enumerate(kernels) if k.region is None or k.nodes in allowed]
     answer = solve(
         replace(problem, candidates=[problem.candidates[r] for r in numbers]), nodes=nodes
     )
@@ -175,7 +175,7 @@ def _choice(
     owner = {n: r.anchor for r in taken.values() for n in r.nodes if n not in r.kept}
 
     def ranked(anchor: fx.Node) -> list[Priced]:
-        gone = {n: a for n, a in owner.items() if a is not anchor}
+        gone = frozenset(n for n, a in owner.items() if a is not anchor)
         free = (
             r
             for r in growths[anchor].regions

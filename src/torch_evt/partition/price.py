@@ -10,7 +10,7 @@ All sizes are hints, so symbolic shapes are priced without adding guards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -149,18 +149,23 @@ class InductorModel:
         self.results = {v for v in output_values(graph) if isinstance(v, fx.Node)}
         self.groups = _grouped(graph, labels)
         self._sizes: dict[fx.Node, int] = {}
+        self._moving = {n for n in graph.nodes if _moves(n)}
+        self._working = {n for n in graph.nodes if works(n)}
+        self._widening = {n for n in graph.nodes if is_widening(n)}
+        self._fusible = {n for n in graph.nodes if _fusible(n)}
+        self._ways: dict[fx.Node, list[list[tuple[fx.Node, int]]]] = {}
         self._full = {
             id(group): self._price(group.nodes, frozenset())
             for group in {id(g): g for g in self.groups.values()}.values()
         }
 
-    def replaced_us(self, region: Region, others: Mapping[fx.Node, Any] | None = None) -> float:
+    def replaced_us(self, region: Region, others: Collection[fx.Node] = ()) -> float:
         """Microseconds that Inductor saves when `region` runs as a kernel of its own.
 
         others: nodes that are in other regions already.
         """
         inside = frozenset(region.nodes) - region.kept
-        gone = frozenset(others or ())
+        gone = frozenset(others)
         total = product_us(region.anchor, self.device)
         for group in {id(g): g for g in map(self.groups.get, region.nodes) if g}.values():
             before = self._price(group.nodes - gone, gone) if gone else self._full[id(group)]
@@ -187,7 +192,7 @@ class InductorModel:
 
         gone: nodes that regions compute. kept: nodes here of which a region has a copy of its own.
         """
-        if not any(works(node) for node in nodes):
+        if self._working.isdisjoint(nodes):
             return 0.0
         writes = 0
         for node in nodes:
@@ -203,30 +208,47 @@ class InductorModel:
 
         gone: nodes that regions compute, so that their values may still lie in the cache.
         """
-        time = float(written)
+        cached = 0
         for root, size in reads.items():
             recent = root in gone or for_target(root.target) is not None
-            fast = recent and size <= self.device.l2_bytes / 2
-            time += size / (_CACHED_SPEEDUP if fast else 1.0)
+            if recent and size <= self.device.l2_bytes / 2:
+                cached += size
+        from_memory = written + sum(reads.values()) - cached  # exact in any order of the reads
+        time = from_memory + cached / _CACHED_SPEEDUP
         return time / self.device.bytes_per_us() + self.device.launch_us
 
     def reads_of(self, nodes: AbstractSet[fx.Node]) -> dict[fx.Node, int]:
         """The values in memory that a kernel of these nodes reads, each with its bytes."""
         reads: dict[fx.Node, int] = {}
         for node in nodes:
-            if _moves(node):
+            if node in self._moving:
                 continue  # whoever reads it here sees through it
+            for way in self._ways_to(node):
+                for root, _ in way:
+                    if root in nodes and root not in self._moving:
+                        break
+                else:
+                    root, size = way[-1]
+                    if root not in nodes and constant(root) is None:
+                        reads[root] = max(reads.get(root, 0), size)
+        return reads
+
+    def _ways_to(self, node: fx.Node) -> list[list[tuple[fx.Node, int]]]:
+        """For each input of a node: what reading it may mean reading, through views and widening
+        casts, each with the least bytes on the way."""
+        known = self._ways.get(node)
+        if known is None:
+            known = self._ways[node] = []
             for source in node.all_input_nodes:
                 root, size = source, self.size(source)
-                while root.all_input_nodes and (
-                    _moves(root) or (root not in nodes and passes(root))
-                ):
+                way = [(root, size)]
+                while root.all_input_nodes and (root in self._moving or root in self._widening):
                     root = root.all_input_nodes[0]
                     if tensor_of(root) is not None:  # several views have no size of their own
                         size = min(size, self.size(root))
-                if root not in nodes and constant(root) is None:
-                    reads[root] = max(reads.get(root, 0), size)
-        return reads
+                    way.append((root, size))
+                known.append(way)
+        return known
 
     def leaves(self, node: fx.Node, nodes: AbstractSet[fx.Node]) -> bool:
         """Whether somebody outside reads a node's value, perhaps through views.
@@ -234,7 +256,7 @@ class InductorModel:
         What reads a widening cast outside reads the value before it instead and casts again,
         where it can be fused with the cast.
         """
-        if not works(node):
+        if node not in self._working:
             return False
         stack = [node]
         while stack:
@@ -244,9 +266,10 @@ class InductorModel:
             for user in current.users:
                 if user.op == "output":
                     return True
-                if _moves(user) or (user in nodes and is_widening(user)):
+                inside = user in nodes
+                if user in self._moving or (inside and user in self._widening):
                     stack.append(user)
-                elif user not in nodes and not (is_widening(node) and _fusible(user)):
+                elif not inside and not (node in self._widening and user in self._fusible):
                     return True
         return False
 

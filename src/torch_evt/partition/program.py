@@ -24,95 +24,48 @@ never by the clock, so that equal problems have equal answers on any machine.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import highspy
+import numpy as np
 
+from torch_evt.partition.parts import Cut, Part, split
 from torch_evt.partition.plan import Half
-
-Value = int
-"""A node, and the value it computes."""
+from torch_evt.partition.problem import Candidate as Candidate
+from torch_evt.partition.problem import Index as _Index
+from torch_evt.partition.problem import (
+    Problem,
+    Solution,
+    Value,
+    objective_us,
+    saved_values,
+)
 
 _MAX_ROUNDS = 50
 """Of ordering cuts; what is not in order then is given up for the greedy plan."""
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A kernel that may run.
-
-    covers: the nodes that it runs as originals. stores, reads: values it leaves in memory and takes
-    from there. copies: those of the stored values that are forward values, computed a second time
-    by a backward kernel; copies that stay inside are of no concern here, their cost is in cost_us.
-    """
-
-    half: Half
-    cost_us: float
-    covers: frozenset[Value]
-    reads: frozenset[Value]
-    stores: frozenset[Value]
-    copies: frozenset[Value] = frozenset()
+_SMALL = 1000
+"""Candidates of a part that is solved sooner than HiGHS has simplified it."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What to choose from.
+class _Limits:
+    """nodes: of a search tree; gap: relative; until: of `time.monotonic`, an emergency."""
 
-    sizes: bytes of each value that is not in memory anyway. results: values that must be stored in
-    a half: user outputs in forward, gradients in backward. must_save, must_not_save: the user's
-    marks on forward values. memory_budget: bytes that may be saved, None for any.
-    """
-
-    candidates: Sequence[Candidate]
-    sizes: Mapping[Value, int]
-    results: frozenset[tuple[Value, Half]]
-    save_weight: float = 0.0
-    memory_budget: int | None = None
-    must_save: frozenset[Value] = frozenset()
-    must_not_save: frozenset[Value] = frozenset()
+    nodes: int
+    gap: float
+    until: float
 
 
 @dataclass(frozen=True)
-class Solution:
-    """chosen: positions in problem.candidates. objective_us: with the price of saving. optimal:
-    whether nothing over these candidates is better by more than the gap. rounds: of ordering cuts.
-    """
+class _Answer:
+    """chosen, saved: in the numbers of the whole problem."""
 
     chosen: tuple[int, ...]
     saved: frozenset[Value]
-    objective_us: float
     optimal: bool
-    rounds: int = 0
-
-
-@dataclass
-class _Index:
-    """Who covers, stores and copies what."""
-
-    covering: dict[Value, list[int]] = field(default_factory=lambda: defaultdict(list))
-    storing: dict[tuple[Value, Half], list[int]] = field(default_factory=lambda: defaultdict(list))
-    copying: dict[Value, list[int]] = field(default_factory=lambda: defaultdict(list))
-    saved_by: dict[Value, int] = field(default_factory=dict)
-    """The column of s_v, for every forward value that a backward candidate reads."""
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Index:
-        index = cls()
-        for r, candidate in enumerate(problem.candidates):
-            for node in candidate.covers:
-                index.covering[node].append(r)
-            for value in candidate.stores:
-                index.storing[value, candidate.half].append(r)
-            for value in candidate.copies:
-                index.copying[value].append(r)
-        read = {v for c in problem.candidates if c.half == "backward" for v in c.reads}
-        wanted = read | problem.must_save
-        saved = sorted(v for v, half in index.storing if half == "forward" and v in wanted)
-        for column, value in enumerate(saved, start=len(problem.candidates)):
-            index.saved_by[value] = column
-        return index
 
 
 def solve(
@@ -120,42 +73,77 @@ def solve(
     *,
     nodes: int,
     gap: float = 0.0,
-    start: Iterable[int] | None = None,
+    start: Iterable[int] = (),
     emergency_s: float = 600.0,
 ) -> Solution | None:
     """The best choice; None where there is none, or none was found within the limits.
 
-    nodes: of the search tree at most. gap: relative, at which an answer counts as optimal. start:
-    a choice to begin with. emergency_s: seconds after which the search is given up altogether.
+    nodes: of the search tree of each part at most. gap: relative, at which an answer counts as
+    optimal. start: a choice to begin with. emergency_s: seconds after which the search is given up
+    altogether.
     """
     index = _Index.of(problem)
     if not problem.must_save <= index.saved_by.keys() - problem.must_not_save:
         return None
-    model = _model(problem, index)
-    model.setOptionValue("mip_max_nodes", nodes)
-    model.setOptionValue("mip_rel_gap", gap)
-    model.setOptionValue("time_limit", emergency_s)
-    if start is not None:
-        _begin_with(model, problem, index, frozenset(start))
+    if not problem.results <= index.storing.keys():
+        return None
+    limits = _Limits(nodes, gap, time.monotonic() + emergency_s)
+    begin = frozenset(start)
+    cuts: list[Cut] = []
+    known: dict[tuple[tuple[int, ...], tuple[Cut, ...]], _Answer] = {}
     for rounds in range(_MAX_ROUNDS):
-        model.run()
-        status = model.getModelStatus()
-        limited = status == highspy.HighsModelStatus.kSolutionLimit
-        if status != highspy.HighsModelStatus.kOptimal and not limited:
-            return None
-        values = model.getSolution().col_value
-        if not values or not math.isfinite(model.getObjectiveValue()):
-            return None
-        chosen = [r for r in range(len(problem.candidates)) if values[r] > 0.5]
-        saved = frozenset(v for v, column in index.saved_by.items() if values[column] > 0.5)
-        cuts = _ordering_cuts(problem, index, chosen, saved)
-        if not cuts:
+        parts, free = split(problem, index, cuts)
+        answers = []
+        for part in parts:
+            key = (part.members, part.cuts)
+            answer = known.get(key) or _solve_part(part, begin, limits)
+            if answer is None:
+                return None
+            known[key] = answer
+            answers.append(answer)
+        chosen = sorted(r for answer in answers for r in answer.chosen)
+        saved = frozenset(free).union(*(answer.saved for answer in answers))
+        found = _ordering_cuts(problem, index, chosen, saved)
+        if not found:
             saved = _without_idle(problem, chosen, saved)
+            optimal = all(answer.optimal for answer in answers)
             objective = objective_us(problem, chosen, saved)
-            return Solution(tuple(chosen), saved, objective, not limited, rounds)
-        for row, limit in cuts:
-            _add(model, -math.inf, limit, row)
+            return Solution(tuple(chosen), saved, objective, optimal, rounds)
+        cuts += found
     return None
+
+
+def _solve_part(part: Part, start: frozenset[int], limits: _Limits) -> _Answer | None:
+    problem, members = part.problem, part.members
+    if len(members) == 1 and not problem.sizes and not part.cuts:
+        return _Answer(members if problem.candidates[0].covers else (), frozenset(), True)
+    index = _Index.of(problem)
+    model = _model(problem, index)
+    local = {r: column for column, r in enumerate(members)}
+    for cut in part.cuts:
+        row = {local[r]: 1.0 for r in cut.candidates}
+        row.update((index.saved_by[v], -1.0) for v in cut.saved)
+        columns = sorted(row)
+        model.addRow(-math.inf, cut.limit, len(columns), columns, [row[c] for c in columns])
+    model.setOptionValue("mip_max_nodes", limits.nodes)
+    model.setOptionValue("mip_rel_gap", limits.gap)
+    model.setOptionValue("time_limit", max(0.0, limits.until - time.monotonic()))
+    if len(members) <= _SMALL:
+        model.setOptionValue("presolve", "off")
+        model.setOptionValue("mip_heuristic_run_feasibility_jump", False)
+    if start:
+        _begin_with(model, problem, index, frozenset(local[r] for r in members if r in start))
+    model.run()
+    status = model.getModelStatus()
+    limited = status == highspy.HighsModelStatus.kSolutionLimit
+    if status != highspy.HighsModelStatus.kOptimal and not limited:
+        return None
+    values = model.getSolution().col_value
+    if not values or not math.isfinite(model.getObjectiveValue()):
+        return None
+    chosen = tuple(r for r, column in local.items() if values[column] > 0.5)
+    saved = frozenset(v for v, column in index.saved_by.items() if values[column] > 0.5)
+    return _Answer(chosen, saved, not limited)
 
 
 def _model(problem: Problem, index: _Index) -> highspy.Highs:
@@ -164,49 +152,53 @@ def _model(problem: Problem, index: _Index) -> highspy.Highs:
     model.setOptionValue("log_to_console", False)
     model.setOptionValue("threads", 1)
     model.setOptionValue("random_seed", 0)
-    for candidate in problem.candidates:
-        _binary(model, candidate.cost_us)
-    for value in index.saved_by:
-        _binary(model, problem.save_weight * problem.sizes[value])
+    costs = [candidate.cost_us for candidate in problem.candidates]
+    costs += [problem.save_weight * problem.sizes[v] for v in index.saved_by]
+    upper = [0.0 if v in problem.must_not_save else 1.0 for v in index.saved_by]
+    lower = [1.0 if v in problem.must_save else 0.0 for v in index.saved_by]
+    count = len(problem.candidates)
+    columns = np.arange(len(costs), dtype=np.int32)
+    model.addVars(len(costs), np.array([0.0] * count + lower), np.array([1.0] * count + upper))
+    model.changeColsCost(len(costs), columns, np.array(costs))
+    model.changeColsIntegrality(len(costs), columns, np.ones(len(costs), dtype=np.uint8))
+    rows = list(_rows(problem, index))
+    sizes = [len(row) for _, row, _ in rows]
+    model.addRows(
+        len(rows),
+        np.array([lower for lower, _, _ in rows], dtype=np.float64),
+        np.array([upper for _, _, upper in rows], dtype=np.float64),
+        sum(sizes),
+        np.cumsum([0, *sizes[:-1]], dtype=np.int32),
+        np.array([column for _, row, _ in rows for column in row], dtype=np.int32),
+        np.array([factor for _, row, _ in rows for factor in row.values()], dtype=np.float64),
+    )
+    return model
 
+
+_Row = tuple[float, Mapping[int, float], float]
+"""Lower limit, factors by column, upper limit."""
+
+
+def _rows(problem: Problem, index: _Index) -> Iterator[_Row]:
     for covering in index.covering.values():
-        _add(model, 1, 1, dict.fromkeys(covering, 1.0))
+        yield 1, dict.fromkeys(covering, 1.0), 1
     for copying in index.copying.values():
         if len(copying) > 1:
-            _add(model, -math.inf, 1, dict.fromkeys(copying, 1.0))
+            yield -math.inf, dict.fromkeys(copying, 1.0), 1
     for r, candidate in enumerate(problem.candidates):
         for value in candidate.reads & problem.sizes.keys():
             providers = dict.fromkeys(index.storing[value, candidate.half], 1.0)
             if candidate.half == "backward" and value in index.saved_by:
                 providers[index.saved_by[value]] = 1.0
             providers.pop(r, None)
-            _add(model, 0, math.inf, {**providers, r: -1.0})
+            yield 0, {**providers, r: -1.0}, math.inf
     for value, column in index.saved_by.items():
-        stored = dict.fromkeys(index.storing[value, "forward"], 1.0)
-        _add(model, 0, math.inf, {**stored, column: -1.0})
+        yield 0, {**dict.fromkeys(index.storing[value, "forward"], 1.0), column: -1.0}, math.inf
     for value, half in sorted(problem.results):
-        _add(model, 1, math.inf, dict.fromkeys(index.storing[value, half], 1.0))
+        yield 1, dict.fromkeys(index.storing[value, half], 1.0), math.inf
     if problem.memory_budget is not None:
         row = {column: float(problem.sizes[v]) for v, column in index.saved_by.items()}
-        _add(model, -math.inf, problem.memory_budget, row)
-    for value, column in index.saved_by.items():
-        if value in problem.must_save:
-            model.changeColBounds(column, 1, 1)
-        elif value in problem.must_not_save:
-            model.changeColBounds(column, 0, 0)
-    return model
-
-
-def _binary(model: highspy.Highs, cost: float) -> None:
-    model.addVar(0, 1)
-    column = model.getNumCol() - 1
-    model.changeColCost(column, cost)
-    model.changeColIntegrality(column, highspy.HighsVarType.kInteger)
-
-
-def _add(model: highspy.Highs, lower: float, upper: float, row: Mapping[int, float]) -> None:
-    columns = sorted(row)
-    model.addRow(lower, upper, len(columns), columns, [row[c] for c in columns])
+        yield -math.inf, row, problem.memory_budget
 
 
 def _begin_with(
@@ -220,25 +212,13 @@ def _begin_with(
     model.setSolution(solution)
 
 
-def saved_values(problem: Problem, chosen: Iterable[int]) -> frozenset[Value]:
-    """What a choice must save: what its backward kernels read and none of them stores."""
-    backward = [problem.candidates[r] for r in chosen if problem.candidates[r].half == "backward"]
-    stored = {v for c in backward for v in c.stores}
-    read = {v for c in backward for v in c.reads if v in problem.sizes}
-    return frozenset(read - stored) | problem.must_save
-
-
-def objective_us(problem: Problem, chosen: Iterable[int], saved: Iterable[Value]) -> float:
-    """What the program minimises, of one choice."""
-    kernels = sum(problem.candidates[r].cost_us for r in chosen)
-    return kernels + problem.save_weight * sum(problem.sizes[v] for v in saved)
-
-
 def _without_idle(
     problem: Problem, chosen: Sequence[int], saved: frozenset[Value]
 ) -> frozenset[Value]:
     """The saved values without those that nothing needs, which a price of 0 lets in."""
     needed = saved_values(problem, chosen)
+    if not _cycles(problem, chosen, needed):
+        return needed
     for value in sorted(saved - needed, key=lambda v: -problem.sizes[v]):
         if not _cycles(problem, chosen, saved - {value}):
             saved -= {value}
@@ -247,8 +227,8 @@ def _without_idle(
 
 def _ordering_cuts(
     problem: Problem, index: _Index, chosen: Sequence[int], saved: frozenset[Value]
-) -> list[tuple[dict[int, float], float]]:
-    """Rows, each with its upper limit, that forbid the cycles among the chosen candidates.
+) -> list[Cut]:
+    """Rows that forbid the cycles among the chosen candidates.
 
     A cycle is forbidden for every candidate alike: in each place, for those that share a node with
     the one found there (so that only one of them is ever chosen), read the same value from before
@@ -257,7 +237,7 @@ def _ordering_cuts(
     """
     cuts = []
     for cycle in _cycles(problem, chosen, saved):
-        row: dict[int, float] = {}
+        places: set[int] = set()
         for r, (comes, goes) in cycle:
             here = problem.candidates[r]
             node = min(here.covers | here.copies)
@@ -265,11 +245,11 @@ def _ordering_cuts(
             for q in alike:
                 other = problem.candidates[q]
                 if comes in other.reads and goes in other.stores and other.half == here.half:
-                    row[q] = 1.0
-        for _, (_, value) in cycle:
-            if value in index.saved_by and problem.candidates[cycle[0][0]].half == "backward":
-                row[index.saved_by[value]] = -1.0
-        cuts.append((row, len(cycle) - 1.0))
+                    places.add(q)
+        instead = {value for _, (_, value) in cycle if value in index.saved_by}
+        if problem.candidates[cycle[0][0]].half != "backward":
+            instead = set()
+        cuts.append(Cut(tuple(sorted(places)), tuple(sorted(instead)), len(cycle) - 1.0))
     return cuts
 
 
