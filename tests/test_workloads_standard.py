@@ -38,11 +38,11 @@ WEIGHTS = {
 REGIONS = {
     # (forward, backward)  fp32    bf16     fp16     autocast
     "mlp":                ((1, 1), (1, 1), (1, 1), (1, 1)),
-    "gpt2-medium":        ((2, 3), (5, 8), (5, 8), (2, 8)),
-    "bert-large":         ((3, 8), (3, 11), (3, 11), (3, 11)),
-    "llama-1b":           ((4, 3), (4, 3), (4, 3), (4, 3)),
-    "vit-b14":            ((2, 3), (4, 9), (4, 9), (2, 9)),
-    "xmlcnn":             ((2, 1), (1, 1), (1, 1), (1, 1)),
+    "gpt2-medium":        ((2, 4), (2, 8), (2, 8), (2, 8)),
+    "bert-large":         ((3, 8), (3, 9), (3, 9), (3, 9)),
+    "llama-1b":           ((2, 3), (2, 3), (2, 3), (2, 3)),
+    "vit-b14":            ((5, 3), (2, 7), (2, 7), (2, 7)),
+    "xmlcnn":             ((1, 1), (1, 1), (1, 1), (1, 1)),
 }  # fmt: skip
 
 SLOW = {(name, "bf16") for name in REGIONS if name != "mlp"}
@@ -57,7 +57,7 @@ YARDSTICK = 0.2
 """Where eager's own relative error is larger than this, as where fp16 has lost a gradient, being as
 exact as eager means little. The largest is XML-CNN's in bf16, 0.11, from maxima taken elsewhere."""
 
-OVER_SEEDS = {("bert-large", "autocast")}
+OVER_SEEDS = {("bert-large", "autocast"), ("bert-large", "bf16"), ("xmlcnn", "bf16")}
 """Judged over all seeds together: docs/decisions.md says why, with what was measured."""
 
 

@@ -9,16 +9,16 @@ from torch._dynamo.utils import counters
 from torch_evt import pipeline, workloads
 
 planned = 0
-choose = pipeline.choose
+optimise = pipeline.optimise
 
 
 def counting(*args, **kwargs):
     global planned
     planned += 1
-    return choose(*args, **kwargs)
+    return optimise(*args, **kwargs)
 
 
-pipeline.choose = counting
+pipeline.optimise = counting
 model, inputs, loss = workloads.get("mlp", "tiny").make(0, dtype=torch.float32)
 options = {"evt.place": "always", "evt.strict": True, **json.loads(sys.argv[1])}
 compiled = torch.compile(model, backend="evt", options=options)

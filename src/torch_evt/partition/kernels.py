@@ -345,10 +345,11 @@ class _Enumerator:
         if half != "backward":
             return {}
         found: dict[fx.Node, Nodes] = {}
+        ordered = sorted(reads, key=self.number.__getitem__)  # one's chain changes what others read
         read, more = set(reads), True
         while more:
             more = False
-            for value in [v for v in reads if v not in found]:
+            for value in [v for v in ordered if v not in found]:
                 chain = self.recomputation.chain(value, read)
                 if chain.nodes:
                     found[value], more = chain.nodes, True
