@@ -1,4 +1,4 @@
-"""Backward regions that compute forward values again in place of reading them."""
+"""Regions that compute values again in place of reading them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def with_copies(
     position: Mapping[fx.Node, int],
     rules: Rules,
 ) -> Iterator[Region]:
-    """The regions of one anchor with copies of all forward values that are cheaper to compute again
-    than to read, where there are any and the kernel can hold them.
+    """The regions of one anchor with copies of all values that are cheaper to compute again than to
+    read, where there are any and the kernel can hold them.
 
-    The originals stay in forward: the copies are `kept`. position: of the graph's nodes.
+    The originals stay where they are: the copies are `kept`. position: of the graph's nodes.
     """
     builder: Builder | None = None
     for region in regions:

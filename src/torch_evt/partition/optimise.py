@@ -138,12 +138,10 @@ def _with_copies(
     position: Mapping[fx.Node, int],
     rules: Rules,
 ) -> dict[fx.Node, Growth]:
-    """The growths of backward anchors with the regions that compute forward values again, too."""
+    """The growths with the regions that compute values again, too."""
     recomputation = Recomputation(rules.labels, model.size)
-    found = dict(growths)
+    found = {}
     for anchor, growth in growths.items():
-        if rules.labels[anchor] != "backward":
-            continue
         more = tuple(with_copies(growth.regions, recomputation, position, rules))
         found[anchor] = replace(growth, regions=growth.regions + more)
     return found
