@@ -1,6 +1,6 @@
 """How long compiling takes, against Inductor alone: the target is within 1.3x of Inductor's.
 
-    python benchmarks/compile_time.py [--workloads mlp,gpt2-medium] [--device cuda]
+    python benchmarks/compile_time.py [--workloads mlp,gpt2-medium] [--device cuda] [--modes M,N]
 
 Every figure is the median of three processes, each with an empty cache folder, after a small graph
 that pays for the first compilation (`torch_evt.report.bench_process`). The modes take turns. What
@@ -31,7 +31,7 @@ from torch_evt.errors import EvtError
 from torch_evt.partition.describe import versions
 from torch_evt.report.bench import device_name
 from torch_evt.report.bench_process import COMPILE, Answer, Request, in_fresh_process
-from torch_evt.report.bench_subject import DEVICES, DTYPES, subject
+from torch_evt.report.bench_subject import DEVICES, DTYPES, Subject, subject
 
 LIMIT = 1.3
 MODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -113,23 +113,23 @@ def ratios(modes: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     }
 
 
-def measure(
-    name: str, size: str, dtype: str, device: str, repeats: int, console: Console
-) -> dict[str, Any]:
-    """A workload's entry: all modes, `repeats` processes each, taking turns."""
-    made = subject(name, size, dtype, device, seed=0)
+def measure(made: Subject, modes: Sequence[str], repeats: int, console: Console) -> dict[str, Any]:
+    """A workload's entry: the modes, `repeats` processes each, taking turns."""
     load = os.getloadavg()[0]
-    answers: dict[str, list[Answer]] = {mode: [] for mode in MODES}
+    answers: dict[str, list[Answer]] = {mode: [] for mode in modes}
     for number in range(repeats):
-        for mode, (backend, options) in MODES.items():
+        for mode in modes:
+            backend, options = MODES[mode]
             request = Request(made, backend, options, (COMPILE,))
             with tempfile.TemporaryDirectory() as folder:
                 answer = in_fresh_process(request, folder)
             answers[mode].append(answer)
             said = "; ".join(answer.problems) or f"{answer.compile_s:.1f} s"
-            console.print(f"{name}, {mode}, {number + 1} of {repeats}: {said}", markup=False)
-    modes = {mode: summary(found) for mode, found in answers.items()}
-    return {"load_before": load, "modes": modes, "ratio": ratios(modes)}
+            console.print(
+                f"{made.what}, {mode}, {number + 1} of {repeats}: {said}", markup=False
+            )
+    found = {mode: summary(all_of_it) for mode, all_of_it in answers.items()}
+    return {"load_before": load, "modes": found, "ratio": ratios(found)}
 
 
 def within_limit(result: Mapping[str, Any]) -> bool:
@@ -203,18 +203,27 @@ def opened(path: Path, head: Mapping[str, Any]) -> dict[str, Any]:
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32", show_default=True)
 @click.option("--device", type=click.Choice(DEVICES), default="cpu", show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--modes", default=",".join(MODES), show_default=True, help="inductor among them.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False))
 def main(
-    chosen: str | None, size: str, dtype: str, device: str, repeats: int, output: Path | None
+    chosen: str | None,
+    size: str,
+    dtype: str,
+    device: str,
+    repeats: int,
+    modes: str,
+    output: Path | None,
 ) -> None:
     """Measure compile times against Inductor's, per stage."""
     console = Console()
     now = datetime.datetime.now(datetime.timezone.utc)
     path = output or RESULTS / f"{now:%Y-%m-%d}-{device}-compile-time.json"
     names = chosen.split(",") if chosen else list(workloads.names())
+    wanted = modes.split(",")
+    if "inductor" not in wanted or not MODES.keys() >= set(wanted):
+        raise click.ClickException(f"--modes takes inductor and some of {', '.join(MODES)}")
     try:
-        for name in names:
-            subject(name, size, dtype, device, seed=0)
+        subjects = {name: subject(name, size, dtype, device, seed=0) for name in names}
     except EvtError as error:
         raise click.ClickException(str(error)) from error
     head = {
@@ -230,7 +239,7 @@ def main(
     result = opened(path, head)
     for name in names:
         if chosen or name not in result["workloads"]:
-            entry = measure(name, size, dtype, device, repeats, console)
+            entry = measure(subjects[name], wanted, repeats, console)
             result["workloads"][name] = {"date": head["date"], **entry}
             path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     console.print(table(result))

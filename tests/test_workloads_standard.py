@@ -38,7 +38,7 @@ WEIGHTS = {
 REGIONS = {
     # (forward, backward)  fp32    bf16     fp16     autocast
     "mlp":                ((1, 1), (1, 1), (1, 1), (1, 1)),
-    "gpt2-medium":        ((2, 4), (2, 8), (2, 8), (2, 8)),
+    "gpt2-medium":        ((2, 3), (2, 8), (2, 8), (2, 8)),
     "bert-large":         ((3, 8), (3, 9), (3, 9), (3, 9)),
     "llama-1b":           ((2, 3), (2, 3), (2, 3), (2, 3)),
     "vit-b14":            ((5, 3), (2, 7), (2, 7), (2, 7)),
@@ -57,8 +57,8 @@ YARDSTICK = 0.2
 """Where eager's own relative error is larger than this, as where fp16 has lost a gradient, being as
 exact as eager means little. The largest is XML-CNN's in bf16, 0.11, from maxima taken elsewhere."""
 
-OVER_SEEDS = {("bert-large", "autocast"), ("bert-large", "bf16"), ("xmlcnn", "bf16")}
-"""Judged over all seeds together: docs/decisions.md says why, with what was measured."""
+OVER_SEEDS = {("bert-large", "autocast"): 3, ("bert-large", "bf16"): 8, ("xmlcnn", "bf16"): 3}
+"""Judged over so many seeds together: docs/decisions.md says why, with what was measured."""
 
 
 class Autocast(nn.Module):
@@ -128,10 +128,11 @@ def test_training_is_right_with_these_regions(
 ) -> None:
     scale = settled_scale(name, mode) if mode == "fp16" else 1.0
     dtype = torch.bfloat16 if mode == "autocast" else WEIGHTS[mode]
+    seeds = range(OVER_SEEDS.get((name, mode), len(SEEDS)))
     plans: list[GraphPlan] = []
     with pipeline.observed(plans.append):
         verdict = check_model(
-            lambda seed: make(name, mode, seed, scale), dtype=dtype, seeds=SEEDS, options=PLACE
+            lambda seed: make(name, mode, seed, scale), dtype=dtype, seeds=seeds, options=PLACE
         )
     if (name, mode) in OVER_SEEDS:
         assert not failures(verdict)
@@ -144,7 +145,7 @@ def test_training_is_right_with_these_regions(
     halves = [region.half for region in plan.regions]
     assert (halves.count("forward"), halves.count("backward")) == regions
     planned = Counter(region.tree for region in plan.regions)
-    assert counters.region_runs == Counter({tree: len(SEEDS) * n for tree, n in planned.items()})
+    assert counters.region_runs == Counter({tree: len(seeds) * n for tree, n in planned.items()})
 
 
 def test_every_workload_stands_in_the_table() -> None:
