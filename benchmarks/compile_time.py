@@ -125,9 +125,7 @@ def measure(made: Subject, modes: Sequence[str], repeats: int, console: Console)
                 answer = in_fresh_process(request, folder)
             answers[mode].append(answer)
             said = "; ".join(answer.problems) or f"{answer.compile_s:.1f} s"
-            console.print(
-                f"{made.what}, {mode}, {number + 1} of {repeats}: {said}", markup=False
-            )
+            console.print(f"{made.what}, {mode}, {number + 1} of {repeats}: {said}", markup=False)
     found = {mode: summary(all_of_it) for mode, all_of_it in answers.items()}
     return {"load_before": load, "modes": found, "ratio": ratios(found)}
 

@@ -47,8 +47,7 @@ def lines(plan: GraphPlan) -> Iterator[str]:
         yield f"{r.half} {' x '.join(r.shape)}: {r.modelled_us:.1f} us for {r.replaced_us:.1f} us"
         yield f"  {r.tree}"
         for a in r.alternatives:
-            assert a.modelled_us is not None and a.replaced_us is not None
-            yield f"  lost, {a.modelled_us:.1f} us for {a.replaced_us:.1f} us: {a.tree}"
+            yield f"  lost, {a.modelled_us:.1f} us: {a.tree}"
     for u in plan.unfused:
         best = "" if u.modelled_us is None else f", the best region {u.modelled_us:.1f} us"
         yield f"{u.half} {u.node}: {u.replaced_us or 0:.1f} us{best} ({u.reason})"

@@ -38,9 +38,7 @@ SCHEMA: dict[str, Any] = {
                     "modelled_us": MAYBE_NUMBER,
                     "measured_us": MAYBE_NUMBER,
                     "replaced_us": MAYBE_NUMBER,
-                    "alternatives": [
-                        {"tree": str, "modelled_us": MAYBE_NUMBER, "replaced_us": MAYBE_NUMBER}
-                    ],
+                    "alternatives": [{"tree": str, "modelled_us": MAYBE_NUMBER}],
                 }
             ],
             "unfused": [

@@ -75,12 +75,21 @@ def _half(label: Label) -> Half:
     return "forward" if label == "either" else label
 
 
+def _alternatives(chosen: Chosen) -> tuple[Alternative, ...]:
+    """The two best losers whose trees differ from the chosen one."""
+    own = to_text(chosen.priced.region.tree)
+    found: dict[str, float] = {}
+    for loser in chosen.losers:
+        tree = to_text(loser.region.tree)
+        if tree != own:
+            found.setdefault(tree, loser.modelled_us)
+        if len(found) == 2:
+            break
+    return tuple(Alternative(tree, us) for tree, us in found.items())
+
+
 def _region_plan(chosen: Chosen, half: Half, number: int) -> RegionPlan:
     region = chosen.priced.region
-    best = [
-        Alternative(to_text(loser.region.tree), loser.modelled_us, loser.replaced_us)
-        for loser in chosen.losers[:2]
-    ]
     return RegionPlan(
         name=f"region{number}",
         half=half,
@@ -93,7 +102,7 @@ def _region_plan(chosen: Chosen, half: Half, number: int) -> RegionPlan:
         modelled_us=chosen.priced.modelled_us,
         replaced_us=chosen.priced.replaced_us,
         kept=tuple(node.name for node in region.nodes if node in region.kept),
-        alternatives=tuple(best),
+        alternatives=_alternatives(chosen),
         fuses=_fuses(region),
     )
 

@@ -18,12 +18,11 @@ Half = Literal["forward", "backward", "inference"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """A candidate that lost. tree: its text; modelled_us: its modelled time in microseconds;
-    replaced_us: what Inductor would run in its place."""
+    """A candidate that lost. tree: its text; modelled_us: its modelled time in microseconds, which
+    may be less than the chosen region's where it leaves more to others."""
 
     tree: str
     modelled_us: float
-    replaced_us: float | None = None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@
         "id", "solver": {"name", "optimal", "objective_us", "greedy_us"},
         "regions": [{"name", "half": "forward|backward|inference", "anchor", "mainloop", "tree",
                      "count", "instances": [[node names]], "modelled_us", "measured_us",
-                     "replaced_us", "alternatives": [{"tree", "modelled_us",
-                     "replaced_us"}]}],
+                     "replaced_us", "alternatives": [{"tree", "modelled_us"}]}],
         "unfused": [{"node", "half", "reason", "modelled_us", "replaced_us"}],
         "saved": [{"tensor", "bytes"}], "saved_bytes", "inductor_saved_bytes"}]}
 
@@ -82,11 +81,7 @@ def _region(group: list[RegionPlan]) -> dict[str, Any]:
         "measured_us": _number(mean(measured)) if measured else None,
         "replaced_us": _number(mean([r.replaced_us for r in group])),
         "alternatives": [
-            {
-                "tree": other.tree,
-                "modelled_us": _number(other.modelled_us),
-                "replaced_us": _number(other.replaced_us),
-            }
+            {"tree": other.tree, "modelled_us": _number(other.modelled_us)}
             for other in first.alternatives
         ],
     }

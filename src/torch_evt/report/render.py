@@ -149,7 +149,7 @@ def _regions(half: Half, regions: list[RegionPlan]) -> Table:
         table.add_row(*row, microseconds(replaced), _gain(modelled, replaced))
     table.caption = (
         "us: modelled for one kernel; if left: what Inductor would run in its place; "
-        "lost: the best other candidates, with both times"
+        "lost: the best other candidates"
     )
     table.caption_justify = "left"
     return table
@@ -159,9 +159,7 @@ def _what(region: RegionPlan) -> Text:
     shape = " x ".join(region.shape)
     fuses = ", ".join(region.fuses) or "nothing beside the product"
     lost = "".join(
-        f"\nlost, {microseconds(other.modelled_us)} for {microseconds(other.replaced_us)}: "
-        f"{other.tree}"
-        for other in region.alternatives
+        f"\nlost, {microseconds(other.modelled_us)}: {other.tree}" for other in region.alternatives
     )
     return Text.assemble(
         (fuses, "bold"),
