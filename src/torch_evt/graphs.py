@@ -7,6 +7,7 @@ guard and so a recompilation.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -137,14 +138,25 @@ def _copied(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return module
 
 
+_FREE_NAME = "torch_evt_node"
+_numbers = itertools.count()
+
+
 def replace_contents(graph: fx.Graph, replacement: fx.Graph) -> None:
     """Make `graph` hold what `replacement` holds, in place; names and metadata carry over."""
     for node in reversed(list(graph.nodes)):
         graph.erase_node(node)
     env: dict[fx.Node, fx.Node] = {}
     for node in replacement.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        rename(env[node], node.name)
+        args = fx.map_arg(node.args, env.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, env.__getitem__)
+        # Names of erased nodes stay taken, and up to PyTorch 2.12 asking for a taken one takes a
+        # time that grows with their number: ask for a free one.
+        free = f"{_FREE_NAME}_{next(_numbers)}"
+        new = graph.create_node(node.op, node.target, args, kwargs, free, node.type)
+        new.meta = dict(node.meta)
+        rename(new, node.name)
+        env[node] = new
 
 
 COMPARED = "torch_evt_compared"
