@@ -330,3 +330,12 @@ def test_symbolic_sizes_match_too() -> None:
     assert named(ours) == ["gelu_erf"]
     other = torch.randn(3, 4)
     assert relative_error(run(ours, other)[0], run(module, other)[0]) < 1e-6
+
+
+def test_a_graph_without_what_a_pattern_contains_need_not_be_searched_for_it() -> None:
+    sources = {source.name: source for source in recompose._SOURCES}
+    for pattern in recompose.patterns():
+        targets = {node.target for node in pattern.graph.nodes}
+        assert sources[pattern.name].contains & targets
+    assert [p.name for p in recompose.patterns({aten.where.self})] == ["relu_backward"]
+    assert recompose.patterns(set()) == ()

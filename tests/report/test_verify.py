@@ -238,7 +238,7 @@ def _wrong_recomposition() -> Iterator[None]:
     names = {"gelu_erf": "gelu_tanh"}
     wrong = tuple(dataclasses.replace(p, name=names.get(p.name, p.name)) for p in right)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompose, "patterns", lambda: wrong)
+        patch.setattr(recompose, "patterns", lambda _: wrong)
         yield
 
 

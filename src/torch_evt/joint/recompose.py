@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,7 @@ def apply(graph: fx.Graph, *, exact_rounding: bool = False) -> int:
     """
     count = 0
     by_target: dict[Any, list[Pattern]] = {}
-    for pattern in patterns():
+    for pattern in patterns({node.target for node in graph.nodes}):
         by_target.setdefault(_result(pattern.graph).target, []).append(pattern)
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or not node.users:
@@ -110,31 +111,57 @@ def expand(graph: fx.Graph) -> int:
     return count
 
 
-@functools.lru_cache(maxsize=1)
-def patterns() -> tuple[Pattern, ...]:
-    """Every pattern, the larger ones first, so that a backward is not mistaken for its parts."""
-    x, g = torch.randn(4, 8), torch.randn(4, 8)
-    traced: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
-        ("gelu_erf", lambda x: aten.gelu(x), (x,)),
-        ("gelu_tanh", lambda x: aten.gelu(x, approximate="tanh"), (x,)),
-        ("silu", lambda x: aten.silu(x), (x,)),
-        ("gelu_erf_backward", lambda g, x: aten.gelu_backward(g, x), (g, x)),
-        (
-            "gelu_tanh_backward",
-            lambda g, x: aten.gelu_backward(g, x, approximate="tanh"),
-            (g, x),
-        ),
-        ("silu_backward", lambda g, x: aten.silu_backward(g, x), (g, x)),
-        ("relu_backward", lambda g, x: aten.threshold_backward(g, x, 0), (g, x)),
-    ]
-    found = []
-    for name, function, arguments in traced:
-        graph = make_fx(function, decomposition_table=decomposition_table(), tracing_mode="fake")(
-            *arguments
-        ).graph
-        graph.eliminate_dead_code()
-        found.append(Pattern(name, graph, len(arguments)))
-    return tuple(sorted(found, key=lambda pattern: -len(pattern.graph.nodes)))
+@dataclass(frozen=True)
+class _Source:
+    """What a pattern is traced from. contains: operations of which the pattern has at least one,
+    and a graph without any of them no match."""
+
+    name: str
+    function: Callable[..., Any]
+    inputs: int
+    contains: frozenset[Any]
+
+
+_ERF = frozenset({aten.erf.default})
+_TANH = frozenset({aten.tanh.default})
+_SIGMOID = frozenset({aten.sigmoid.default, aten.exp.default})
+
+_SOURCES = (
+    _Source("gelu_erf", lambda x: aten.gelu(x), 1, _ERF),
+    _Source("gelu_tanh", lambda x: aten.gelu(x, approximate="tanh"), 1, _TANH),
+    _Source("silu", lambda x: aten.silu(x), 1, _SIGMOID),
+    _Source("gelu_erf_backward", lambda g, x: aten.gelu_backward(g, x), 2, _ERF),
+    _Source(
+        "gelu_tanh_backward",
+        lambda g, x: aten.gelu_backward(g, x, approximate="tanh"),
+        2,
+        _TANH,
+    ),
+    _Source("silu_backward", lambda g, x: aten.silu_backward(g, x), 2, _SIGMOID),
+    _Source(
+        "relu_backward",
+        lambda g, x: aten.threshold_backward(g, x, 0),
+        2,
+        frozenset({aten.where.self}),
+    ),
+)
+
+
+def patterns(targets: AbstractSet[Any] | None = None) -> tuple[Pattern, ...]:
+    """The patterns that may match in a graph of these operations (None: all), the larger ones
+    first, so that a backward is not mistaken for its parts."""
+    sources = (s for s in _SOURCES if targets is None or s.contains & targets)
+    return tuple(sorted(map(_traced, sources), key=lambda pattern: -len(pattern.graph.nodes)))
+
+
+@functools.cache
+def _traced(source: _Source) -> Pattern:
+    arguments = tuple(torch.randn(4, 8) for _ in range(source.inputs))
+    graph = make_fx(
+        source.function, decomposition_table=decomposition_table(), tracing_mode="fake"
+    )(*arguments).graph
+    graph.eliminate_dead_code()
+    return Pattern(source.name, graph, source.inputs)
 
 
 def _result(graph: fx.Graph) -> fx.Node:
