@@ -25,7 +25,7 @@ GOOD: dict[str, tuple[Any, ...]] = {
     "dump": (None, "folder"),
     "memory_budget": (None, 0, 2**30),
     "loss_chunk": (None,),
-    "save_weight": (0.0, 0, 0.5),
+    "save_weight": (1e-7, 0, 0.5),
     "solver_nodes": (1000, 0),
 }
 """Every documented option with the values that it takes, the default first."""

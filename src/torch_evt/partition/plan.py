@@ -84,6 +84,7 @@ class GraphPlan:
     solver: str
     optimal: bool
     objective_us: float
+    """Modelled microseconds of all kernels, and the price of what is saved."""
     regions: tuple[RegionPlan, ...]
     unfused: tuple[Unfused, ...]
     saved: tuple[Saved, ...] = ()

@@ -92,7 +92,7 @@ def _graph(graph: GraphPlan) -> list[RenderableType]:
         Text.assemble(
             (f"graph {graph.id}", "bold"),
             f": {len(graph.regions)} regions, {state}; "
-            f"modelled {microseconds(graph.objective_us)} us{_against_greedy(graph)}",
+            f"objective {microseconds(graph.objective_us)} us{_against_greedy(graph)}",
         )
     ]
     parts.extend(Text(f"  note: {note}", style="yellow") for note in graph.notes)
