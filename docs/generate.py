@@ -118,7 +118,8 @@ def options_page() -> str:
         _OPTIONS
         + table
         + _DISABLE.format(
-            passes=_listed(step.name for step in steps), functions=_listed([*FUNCTIONS, "pow"])
+            passes=_listed(step.name for step in steps),
+            functions=_listed([*FUNCTIONS, "pow", "sign"]),
         )
     )
 

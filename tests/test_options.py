@@ -122,11 +122,11 @@ def test_a_bool_is_no_number(name: str, value: bool) -> None:
         split({f"evt.{name}": value})
 
 
-@pytest.mark.parametrize("value", [-1, -0.5, float("nan")])
+@pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf")])
 def test_a_price_or_limit_is_not_negative(value: float) -> None:
     names = ["save_weight"] if isinstance(value, float) else ["memory_budget", "solver_nodes"]
     for name in names:
-        with pytest.raises(OptionError, match=f"evt.{name} takes a number that is not negative"):
+        with pytest.raises(OptionError, match=f"evt.{name} takes a finite number that is not"):
             split({f"evt.{name}": value})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -201,8 +202,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         raise OptionError(f"{name} takes a list of names, not {value!r}")
     if field.name == "dump" and value == "":
         raise OptionError(f"{name} takes a folder, not an empty name; None writes nothing")
-    if isinstance(value, (int, float)) and not value >= 0:
-        raise OptionError(f"{name} takes a number that is not negative, not {value!r}")
+    if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+        raise OptionError(f"{name} takes a finite number that is not negative, not {value!r}")
     if meta["choices"] and value not in meta["choices"]:
         nearest = difflib.get_close_matches(str(value), list(meta["choices"]), n=1, cutoff=0.0)
         raise OptionError(

@@ -101,8 +101,7 @@ def _is_optimal(optimum: Optimum | None) -> bool:
 def _objective(
     optimum: Optimum | None, regions: Sequence[RegionPlan], unfused: Sequence[Unfused]
 ) -> float:
-    """Modelled microseconds of all kernels, and the price of saving; by the greedy plan those of
-    all products, fused or not."""
+    """Modelled microseconds of all kernels; by the greedy plan, of all products, fused or not."""
     if optimum is not None and optimum.objective_us is not None:
         return optimum.objective_us
     return sum(r.modelled_us for r in regions) + sum(u.replaced_us or 0.0 for u in unfused)

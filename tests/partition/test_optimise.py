@@ -148,6 +148,8 @@ def test_a_budget_that_cannot_be_met_says_how_much_is_needed() -> None:
     _, optimum = planned(chain, chain_inputs(), Saving(budget=10))
     (note,) = optimum.notes
     assert "evt.memory_budget=10 cannot be met" in note
+    assert optimum.objective_us is not None and optimum.kernels is not None
+    assert optimum.objective_us == pytest.approx(sum(k.candidate.cost_us for k in optimum.kernels))
     assert f" {saved_bytes(optimum)} bytes" in note
 
 

@@ -37,8 +37,9 @@ _NO_ANSWER = (
 class Optimum:
     """What was decided. choice: the regions. kernels: all that run, Inductor's and the libraries'
     among them; None by the greedy plan alone. saved: the forward values kept for backward; None
-    where min-cut shall decide. objective_us: modelled microseconds of all kernels, and the price
-    of saving. bytes_moved: by all kernels. greedy_us: the objective with the greedy plan's regions.
+    where min-cut shall decide. objective_us: modelled microseconds of all kernels, without the
+    price of saving. bytes_moved: by all kernels. greedy_us: objective_us with the greedy plan's
+    regions.
     """
 
     choice: Choice
@@ -105,14 +106,16 @@ def optimise(
         if answer is not None:
             needed = sum(problem.sizes[v] for v in answer.saved)
             notes.append(
-                f"evt.memory_budget={saving.budget} cannot be met: the least that can be saved is "
-                f"{needed} bytes, which is planned"
+                f"evt.memory_budget={saving.budget} cannot be met: the least that a plan here can "
+                f"save is {needed} bytes, which is planned"
             )
     found = [a for a in (answer, greedy_answer) if a is not None]
     if not found:
         notes.append(
             _NO_ANSWER if saving.must_not else "the program has no answer within its limits"
         )
+        if saving.budget is not None:
+            notes.append(f"evt.memory_budget={saving.budget} has no effect on what min-cut saves")
         return Optimum(planned, "greedy", notes=tuple(notes))
     best = min(found, key=lambda a: a.objective_us)
     chosen = [kernels[r] for r in best.chosen]
@@ -125,11 +128,15 @@ def optimise(
         best.optimal and best is answer,
         tuple(chosen),
         frozenset(number[v] for v in best.saved),
-        best.objective_us,
+        _time_us(problem, best),
         sum(kernel.bytes_moved for kernel in chosen),
-        None if greedy_answer is None else greedy_answer.objective_us,
+        None if greedy_answer is None else _time_us(problem, greedy_answer),
         tuple(notes),
     )
+
+
+def _time_us(problem: Problem, answer: Solution) -> float:
+    return sum(problem.candidates[r].cost_us for r in answer.chosen)
 
 
 def _with_copies(

@@ -84,7 +84,7 @@ class GraphPlan:
     solver: str
     optimal: bool
     objective_us: float
-    """Modelled microseconds of all kernels, and the price of what is saved."""
+    """Modelled microseconds of all kernels; by the greedy plan, of all products, fused or not."""
     regions: tuple[RegionPlan, ...]
     unfused: tuple[Unfused, ...]
     saved: tuple[Saved, ...] = ()

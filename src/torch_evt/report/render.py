@@ -92,7 +92,7 @@ def _graph(graph: GraphPlan) -> list[RenderableType]:
         Text.assemble(
             (f"graph {graph.id}", "bold"),
             f": {len(graph.regions)} regions, {state}; "
-            f"objective {microseconds(graph.objective_us)} us{_against_greedy(graph)}",
+            f"modelled {microseconds(graph.objective_us)} us{_against_greedy(graph)}",
         )
     ]
     parts.extend(Text(f"  note: {note}", style="yellow") for note in graph.notes)
@@ -149,7 +149,7 @@ def _regions(half: Half, regions: list[RegionPlan]) -> Table:
         table.add_row(*row, microseconds(replaced), _gain(modelled, replaced))
     table.caption = (
         "us: modelled for one kernel; if left: what Inductor would run in its place; "
-        "lost: the best other candidates"
+        "lost: the best other candidates; what they leave to other kernels is not in their time"
     )
     table.caption_justify = "left"
     return table
