@@ -8,8 +8,9 @@ derivative, computed from what was left, and sums its columns for the bias.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -300,9 +301,16 @@ def weighted(result: Tensor) -> Tensor:
 
 
 def trained(
-    function: Callable[[Tensor], Tensor], dtype: torch.dtype
+    function: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    *,
+    frozen: bool = False,
+    options: Mapping[str, Any] = PLACE,
 ) -> tuple[dict[str, list[str]], GraphPlan]:
-    """A step, checked by the error standard: the kernels of each half, and the plan."""
+    """A step, checked by the error standard: the kernels of each half, and the plan.
+
+    frozen: whether the second layer is, so that backward does not read what it was given.
+    """
     torch._dynamo.reset()
     counters.reset()
     plans: list[GraphPlan] = []
@@ -310,14 +318,16 @@ def trained(
     def make(seed: int) -> tuple[nn.Module, tuple[Tensor], Callable[[Tensor], Tensor]]:
         torch.manual_seed(seed)
         x = torch.randn(24, 32).to(dtype).requires_grad_()
-        return Layers(function).to(dtype), (x,), weighted
+        layers = Layers(function).to(dtype)
+        layers.second.requires_grad_(not frozen)
+        return layers, (x,), weighted
 
     with pipeline.observed(plans.append):
         check_model(
             make,
             dtype=dtype,
             backend=interpreted,
-            options=PLACE,
+            options=options,
             seeds=(0,),  # type: ignore[arg-type]
         ).raise_if_failed()
     (plan,) = plans
@@ -345,3 +355,27 @@ def test_in_half_precision_the_kernels_read_and_leave_as_much(case: Case) -> Non
             assert text.count(word) == wanted.count(word), text
         functions = re.findall(r"(\w+)\(", wanted)
         assert set(functions) <= set(re.findall(r"(\w+)\(", text)), text
+
+
+MASKS = {
+    "roll": (lambda h: F.relu(h).roll(1, -1), False),
+    "sort": (lambda h: F.relu(h).sort(-1).values, False),
+    "pooled": (lambda h: F.max_pool1d(F.relu(h), 3, 1, 1), False),
+    "frozen": (F.relu, True),
+    "dropped": (lambda h: F.dropout(F.relu(h), 0.25), False),
+}
+
+
+@pytest.mark.parametrize("solver_nodes", [0, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MASKS)
+def test_of_a_relu_that_backward_reads_nowhere_else_a_mask_is_saved(
+    name: str, dtype: torch.dtype, solver_nodes: int
+) -> None:
+    function, frozen = MASKS[name]
+    options = {**PLACE, "evt.solver_nodes": solver_nodes, "evt.rng": "eager"}
+    trees, plan = trained(function, dtype, frozen=frozen, options=options)
+    assert plan.saved_bytes == plan.inductor_saved_bytes
+    if solver_nodes:
+        (forward,) = trees["forward"]
+        assert "le(" in forward

@@ -81,6 +81,25 @@ def test_explain_gives_no_option_that_was_not_asked_for(explained: Explained) ->
     assert explained.calls[0]["inputs"][0].dtype == torch.float32
 
 
+def test_options_of_torch_compile_can_be_given_one_by_one(explained: Explained) -> None:
+    given = ["evt.memory_budget=1000", "max_autotune=True", "evt.disable=['gelu_erf']", "a.b=c=d"]
+    result = _evt("explain", "mlp", *[word for pair in given for word in ("-o", pair)])
+    assert result.exit_code == 0, result.output
+    assert explained.calls[0]["options"] == {
+        "evt.memory_budget": 1000,
+        "max_autotune": True,
+        "evt.disable": ["gelu_erf"],
+        "a.b": "c=d",
+    }
+
+
+@pytest.mark.parametrize("command", ["explain", "bench", "verify"])
+@pytest.mark.parametrize("wrong", ["evt.memory_budget", "=3"])
+def test_an_option_without_a_name_or_a_value_says_its_form(command: str, wrong: str) -> None:
+    result = _evt(command, "mlp", "-o", wrong)
+    assert result.exit_code == 2 and "not of the form NAME=VALUE" in result.output
+
+
 def test_explain_inference_takes_no_loss_and_no_gradient(explained: Explained) -> None:
     assert _evt("explain", "gpt2-medium", "--inference").exit_code == 0
     (call,) = explained.calls

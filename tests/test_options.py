@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 import torch_evt
 from torch_evt import check_options, options
@@ -120,6 +121,19 @@ def test_a_wrong_type_says_what_the_option_takes(name: str) -> None:
 def test_a_bool_is_no_number(name: str, value: bool) -> None:
     with pytest.raises(OptionError, match="takes"):
         split({f"evt.{name}": value})
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Options)])
+def test_an_option_without_its_prefix_says_how_to_write_it(name: str) -> None:
+    assert name not in torch._inductor.config._config  # or it would be Inductor's
+    with pytest.raises(OptionError, match=f"{name} is an option of evt: write evt.{name}"):
+        split({name: 1})
+
+
+def test_a_value_near_to_no_choice_names_none() -> None:
+    with pytest.raises(OptionError) as caught:
+        split({"evt.place": "sometimes"})
+    assert str(caught.value).endswith("is not one of auto, always, never")
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf")])

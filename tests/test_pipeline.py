@@ -84,7 +84,7 @@ def test_a_half_that_lacks_what_was_planned_is_planned_anew(
 
     monkeypatch.setattr(pipeline.describe, "renamed", other)
     found, plan = planned(PLACE)
-    anew = [note for note in plan.notes if "min-cut decided otherwise" in note]
+    anew = [note for note in plan.notes if "otherwise than planned" in note]
     assert len(anew) == 1 and anew[0].startswith("forward")
     assert [r.tree for r in plan.regions] == [r.tree for r in usual.regions]
     assert sum(counters.region_runs.values()) == len(plan.regions)
@@ -101,7 +101,7 @@ def test_a_half_that_lacks_a_planned_node_is_planned_anew(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(pipeline.describe, "renamed", other)
     found, plan = planned(PLACE)
-    assert [note[:8] for note in plan.notes if "decided otherwise" in note] == ["backward"]
+    assert [note[:8] for note in plan.notes if "otherwise than planned" in note] == ["backward"]
     assert plan.placed
     monkeypatch.undo()
     assert_close(found)

@@ -6,6 +6,7 @@ a command needs is imported when it runs.
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,32 @@ def demo() -> None:
     sys.exit(run())
 
 
+def _parse_options(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """NAME=VALUE pairs as the options of torch.compile; a value is a Python literal, else text."""
+    options: dict[str, Any] = {}
+    for pair in given:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{pair!r} is not of the form NAME=VALUE")
+        try:
+            options[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[name] = text
+    return options
+
+
+_compile_options = click.option(
+    "-o",
+    "--option",
+    "options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=_parse_options,
+    help="An option of torch.compile, evt's or Inductor's: -o evt.memory_budget=1000000000. May be "
+    "given several times.",
+)
+
+
 def _json_option(what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option(
         "--json",
@@ -91,6 +118,7 @@ def _json_option(what: str) -> Callable[[Callable[..., None]], Callable[..., Non
     type=click.Choice(["auto", "always", "never"]),
     help="Where regions are put into the graph.",
 )
+@_compile_options
 @click.option("--inference", is_flag=True, help="Plan the forward graph alone, in eval mode.")
 @_json_option("plan")
 def explain(
@@ -99,6 +127,7 @@ def explain(
     dtype: str,
     target: str | None,
     place: str | None,
+    options: dict[str, Any],
     inference: bool,
     json_path: str | None,
 ) -> None:
@@ -123,7 +152,6 @@ def explain(
         with FakeTensorMode():  # shapes alone: a model of any size takes no memory
             made = workloads.get(what, size).make(dtype=getattr(torch, DTYPES[dtype]))
         model, inputs, loss = made
-    options: dict[str, Any] = {}
     if target is not None:
         options["evt.target"] = target
     if place is not None:
@@ -168,6 +196,7 @@ def explain(
     help="Where evt puts regions into the graph; always: by the reference where there is no "
     "emitter.",
 )
+@_compile_options
 @click.option(
     "--repeats",
     type=click.IntRange(min=1),
@@ -192,7 +221,12 @@ def explain(
 )
 @_json_option("result")
 def bench(
-    what: str, against: str, place: str | None, json_path: str | None, **arguments: Any
+    what: str,
+    against: str,
+    place: str | None,
+    options: dict[str, Any],
+    json_path: str | None,
+    **arguments: Any,
 ) -> None:
     """Measure a training step with the backend, beside eager and Inductor.
 
@@ -209,7 +243,8 @@ def bench(
     from torch_evt.report.progress import shown
 
     others = [name.strip() for name in against.split(",") if name.strip()]
-    options = {} if place is None else {"evt.place": place}
+    if place is not None:
+        options["evt.place"] = place
     # with the JSON on stdout, whatever is for people goes to stderr
     console = Console(stderr=json_path == "-")
     with shown() as progress:
@@ -234,6 +269,7 @@ def bench(
 )
 @click.option("--seed", default=0, show_default=True, help="Of weights, inputs and dropout.")
 @click.option("--target", help="Device to price for; by default the one present, else h200.")
+@_compile_options
 @click.option("--inference", is_flag=True, help="Verify the forward pass alone, in eval mode.")
 @click.option(
     "--folder",
@@ -249,6 +285,7 @@ def verify(
     dtype: str,
     seed: int,
     target: str | None,
+    options: dict[str, Any],
     inference: bool,
     folder: str | None,
     json_path: str | None,
@@ -271,7 +308,8 @@ def verify(
         model, inputs, loss = workloads.load(what)
     else:
         model, inputs, loss = workloads.get(what, size).make(seed, dtype=chosen)
-    options = {} if target is None else {"evt.target": target}
+    if target is not None:
+        options["evt.target"] = target
     with torch.set_grad_enabled(not inference), shown() as progress:
         found = verified(
             model.eval() if inference else model,

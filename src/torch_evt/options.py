@@ -155,6 +155,9 @@ def split(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
         else:
             rest[key] = value
     fields = {f.name: f for f in dataclasses.fields(Options)}
+    for name in rest:  # Inductor has no option of any of these names
+        if name in fields:
+            raise OptionError(f"{name} is an option of evt: write {PREFIX}{name}")
     for name, value in ours.items():
         if name not in fields:
             raise OptionError(_unknown(name, list(fields)))
@@ -205,10 +208,10 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     if isinstance(value, (int, float)) and not 0 <= value < math.inf:
         raise OptionError(f"{name} takes a finite number that is not negative, not {value!r}")
     if meta["choices"] and value not in meta["choices"]:
-        nearest = difflib.get_close_matches(str(value), list(meta["choices"]), n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(str(value), list(meta["choices"]), n=1)
         raise OptionError(
-            f"{name}={value!r} is not one of {', '.join(meta['choices'])}; "
-            f"the nearest is {nearest[0]!r}"
+            f"{name}={value!r} is not one of {', '.join(meta['choices'])}"
+            + (f"; the nearest is {nearest[0]!r}" if nearest else "")
         )
     if meta["available"] is not None and value not in meta["available"]:
         possible = ", ".join(repr(a) for a in meta["available"])

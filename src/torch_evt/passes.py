@@ -34,8 +34,8 @@ class State:
     """What the passes of one graph share.
 
     module: the graph being rewritten. labels: each node's half. expected: what the joint plan
-    expects of a half. optimum, choice: what was decided here, and the regions chosen. kernels: the
-    operators placed.
+    expects of a half. apart: names of nodes that `recompose` leaves be. optimum, choice: what was
+    decided here, and the regions chosen. kernels: the operators placed.
     """
 
     module: fx.GraphModule
@@ -44,6 +44,7 @@ class State:
     half: Half | None = None
     num_forward_outputs: int = 0
     expected: Expected | None = None
+    apart: frozenset[str] = frozenset()
     labels: dict[fx.Node, Label] = field(default_factory=dict)
     optimum: Optimum | None = None
     choice: Choice = Choice((), ())

@@ -44,6 +44,7 @@ from torch_evt.joint import (
 from torch_evt.options import Options
 from torch_evt.partition import cut, describe, place
 from torch_evt.partition.candidates import Rules
+from torch_evt.partition.early import masks_apart
 from torch_evt.partition.greedy import Choice
 from torch_evt.partition.halves import label_all, label_joint
 from torch_evt.partition.kernels import Saving
@@ -81,7 +82,10 @@ def _merge_equal(state: State) -> None:
 
 
 def _recompose(state: State) -> None:
-    recompose.apply(state.module.graph, exact_rounding=state.options.precision == "eager")
+    graph, exact = state.module.graph, state.options.precision == "eager"
+    if state.half is None:
+        state.apart = masks_apart(graph, state.num_forward_outputs)
+    recompose.apply(graph, exact_rounding=exact, apart=state.apart)
 
 
 def _eliminate_reductions(state: State) -> None:
@@ -332,7 +336,13 @@ def _halves(
             as_planned,
         )
         state = State(
-            module, joint.options, joint.device, half=half, expected=expected, folder=joint.folder
+            module,
+            joint.options,
+            joint.device,
+            half=half,
+            expected=expected,
+            apart=frozenset(names[name] for name in joint.apart if name in names),
+            folder=joint.folder,
         )
         write_dump(state, "cut", 0.0)
         passes.run(HALF, state)

@@ -62,14 +62,17 @@ def find(
     kept = _standing(graph, [plan for plan, _ in expected.regions], rules)
     note = None
     if kept is None:
-        note = f"{expected.half}: min-cut decided otherwise, so it was planned anew"
+        note = f"{expected.half}: min-cut cut the graph otherwise than planned; planned anew"
         kept = []
     elif not expected.as_planned:
         moved = _moved(graph, expected)
         standing = [region for region in kept if not _touches(region, moved)]
         if len(standing) < len(kept):
             anew = len(kept) - len(standing)
-            note = f"{expected.half}: {anew} planned anew, for min-cut moved what stands there"
+            note = (
+                f"{expected.half}: {anew} regions chosen again, "
+                "because min-cut moved operations next to them into this half"
+            )
             kept = standing
     if note is None and expected.as_planned:
         return Found(_as_planned(graph, kept, expected))

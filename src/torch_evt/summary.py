@@ -91,7 +91,7 @@ def _unfused(state: State) -> tuple[Unfused, ...]:
 
 
 def _solver(optimum: Optimum | None) -> str:
-    return optimum.solver if optimum is not None else "greedy"
+    return optimum.solver if optimum is not None else "none"
 
 
 def _is_optimal(optimum: Optimum | None) -> bool:

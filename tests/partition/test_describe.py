@@ -77,6 +77,8 @@ def test_an_entry_holds_what_the_region_is() -> None:
         (lambda a, b: (z := a @ b, torch.relu(z)), (), ("relu", "2 stores")),
         (lambda a, b: torch.exp(a @ b).sum(0), (), ("exp", "sum over rows")),
         (lambda a, b: a @ b + 1, (), ("add",)),
+        (lambda a, b, w: torch.tanh(a @ b) * w + 1, (x(128),), ("tanh", "scale")),
+        (lambda a, b, t: torch.relu(a @ b) * t + 1, (x(256, 128),), ("relu", "scale")),
         (lambda a, b, t: a @ b * t, (x(256, 128),), ("scale",)),
     ],
 )

@@ -14,6 +14,7 @@ from interpreted import PLACE, interpreted
 from torch_evt import explain, pipeline, workloads
 from torch_evt.errors import ExplainError, OptionError, TargetError
 from torch_evt.partition.plan import GraphPlan, Plan
+from torch_evt.report.render import to_text
 
 
 class Model(nn.Module):
@@ -60,6 +61,19 @@ def test_a_loss_function_makes_it_training_and_without_one_it_says_inference() -
     inference = explain(Model().eval(), x)
     assert {half for half, _ in regions(inference)} == {"inference"}
     assert "no loss was found" in inference.notes[0]
+
+
+def test_printed_it_is_what_the_command_shows() -> None:
+    plan = explain(Model(), torch.randn(8, 32), loss=lambda y: y.sum())
+    assert str(plan) == to_text(plan)
+    assert "forward: fused" in str(plan)
+
+
+def test_without_the_plan_nothing_is_said_to_be_planned() -> None:
+    x = torch.randn(8, 32)
+    plan = explain(Model(), x, loss=lambda y: y.sum(), options={"evt.disable": ["plan"]})
+    assert [graph.solver for graph in plan.graphs] == ["none"]
+    assert "0 regions, nothing placed, not planned\n" in str(plan)
 
 
 def test_a_loss_may_stay_outside() -> None:

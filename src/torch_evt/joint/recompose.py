@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +60,14 @@ class Expansion:
     name: str
 
 
-def apply(graph: fx.Graph, *, exact_rounding: bool = False) -> int:
+def apply(
+    graph: fx.Graph, *, exact_rounding: bool = False, apart: Collection[str] = frozenset()
+) -> int:
     """Rewrite in place; the number of nodes recomposed.
 
     exact_rounding: leave half-precision chains alone, since one named node rounds once where the
-    chain rounds at every step (`precision=eager`).
+    chain rounds at every step (`precision=eager`). apart: names of nodes that stay nodes of their
+    own, for others are to read them; a chain may end in one.
     """
     count = 0
     by_target: dict[Any, list[Pattern]] = {}
@@ -76,6 +79,8 @@ def apply(graph: fx.Graph, *, exact_rounding: bool = False) -> int:
         for pattern in by_target.get(node.target, ()):
             match = _match(pattern, node)
             if match is None or (exact_rounding and _is_half(node)):
+                continue
+            if any(inner is not node and inner.name in apart for inner in _chain(match)):
                 continue
             _replace(graph, pattern, node, match)
             count += 1
@@ -257,6 +262,11 @@ def _same_keywords(inner: fx.Node, outer: fx.Node) -> bool:
     return relevant(inner) == relevant(outer)
 
 
+def _chain(match: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The graph's nodes that a match replaces."""
+    return {outer for inner, outer in match.items() if inner.op != "placeholder"}
+
+
 def _replace(
     graph: fx.Graph, pattern: Pattern, node: fx.Node, match: dict[fx.Node, fx.Node]
 ) -> None:
@@ -269,7 +279,7 @@ def _replace(
             env[source].meta["val"] = source.meta["val"]
         else:  # the same value for two arguments
             kept.placeholder(source.name)
-    chain = {outer for inner, outer in match.items() if inner.op != "placeholder"}
+    chain = _chain(match)
     for original in graph.nodes:
         if original in chain:
             env[original] = kept.node_copy(original, lambda n: env[n])

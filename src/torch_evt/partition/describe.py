@@ -17,7 +17,16 @@ from torch_evt.partition.halves import Label
 from torch_evt.partition.plan import Alternative, Half, RegionPlan, Saved, Unfused
 from torch_evt.partition.price import product_us
 from torch_evt.partition.region import Region
-from torch_evt.tree.ir import Load, Reduce, Store, postorder, roots
+from torch_evt.tree.ir import (
+    Cast,
+    Compute,
+    Load,
+    LoadKind,
+    Reduce,
+    Store,
+    postorder,
+    roots,
+)
 from torch_evt.tree.text import to_text
 from torch_evt.version import __version__
 
@@ -120,22 +129,35 @@ def _fuses(region: Region) -> tuple[str, ...]:
     words: list[str] = []
     loads = [v for v in postorder(roots(region.tree)) if isinstance(v, Load)]
     functions = [function_of(n) for n in region.nodes]
-    adds = "add" in functions
+    added = _added(region)
     has_bias = region.anchor.target in (aten.addmm.default, aten.baddbmm.default)
-    if has_bias or (adds and any(v.kind == "row" for v in loads)):
+    if has_bias or "row" in added:
         words.append("bias")
     if any(v.dtype == torch.bool for v in loads):
         words.append("mask")
     words += [f for f in functions if f is not None and f not in ("add", "mul", "where")]
     if "mask" not in words and ("mul" in functions or "where" in functions):
         words.append("scale")
-    if adds and any(v.kind == "tile" and v.dtype != torch.bool for v in loads):
+    if "tile" in added:
         words.append("residual")
     stores = sum(isinstance(s, Store) for s in region.tree.sinks)
     if stores > 1:
         words.append(f"{stores} stores")
     words += [f"{s.op} over {s.over}" for s in region.tree.sinks if isinstance(s, Reduce)]
     return tuple(dict.fromkeys(words or [f for f in functions if f is not None]))
+
+
+def _added(region: Region) -> set[LoadKind]:
+    """The kinds of what the tree loads and adds as it is, or after a cast."""
+    kinds: set[LoadKind] = set()
+    for value in postorder(roots(region.tree)):
+        if isinstance(value, Compute) and value.function == "add":
+            for term in value.arguments:
+                while isinstance(term, Cast):
+                    term = term.value
+                if isinstance(term, Load):
+                    kinds.add(term.kind)
+    return kinds
 
 
 def _unfused(left: Left, half: Half, device: Device) -> Unfused:

@@ -7,20 +7,61 @@ where it is smaller than the one forward value that it is computed from.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
+import torch
 from torch import fx
 
+from torch_evt.graphs import tensor_of
 from torch_evt.partition import candidates
 from torch_evt.partition.builder import Builder
 from torch_evt.partition.candidates import Growth, Rules
 from torch_evt.partition.elementwise import constant, is_elementwise
-from torch_evt.partition.halves import Label
+from torch_evt.partition.halves import Label, label_joint
 from torch_evt.partition.maxima import is_compared
 from torch_evt.partition.price import passes, works
 from torch_evt.partition.recompute import Nodes, root, views
 from torch_evt.partition.region import Region
+
+
+def masks_apart(graph: fx.Graph, num_forward_outputs: int) -> frozenset[str]:
+    """Names of the comparisons for whose sake alone a value of forward would be saved.
+
+    As nodes of their own they can be saved in its place; within a named function they cannot. Only
+    backward needs such a comparison, and needs its value for nothing else.
+    """
+    comparisons = [node for node in graph.nodes if compares(node)]
+    if not comparisons:
+        return frozenset()
+    labels = label_joint(graph, num_forward_outputs)
+
+    def is_apart(node: fx.Node) -> bool:
+        sources = [root(s) for s in node.all_input_nodes if constant(s) is None]
+        return (
+            labels[node] == "either"
+            and len(sources) == 1
+            and sources[0].op == "call_function"
+            and labels[sources[0]] == "forward"
+            and all(labels[r] == "forward" or compares(r) for r in _read_by(sources[0]))
+        )
+
+    return frozenset(node.name for node in comparisons if is_apart(node))
+
+
+def compares(node: fx.Node) -> bool:
+    """Whether a node computes a mask, element by element."""
+    value = tensor_of(node)
+    return value is not None and value.dtype == torch.bool and is_elementwise(node)
+
+
+def _read_by(value: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that read a value or a view of it."""
+    for user in value.users:
+        if passes(user):
+            yield from _read_by(user)
+        elif user.op != "output":
+            yield user
 
 
 class Early:

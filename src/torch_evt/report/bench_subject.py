@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_evt import workloads
 from torch_evt.errors import BenchError, OptionError
+from torch_evt.options import PREFIX
 from torch_evt.testing import scalar_of
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -53,7 +54,8 @@ class Mode:
 
 
 def mode(name: str, options: Mapping[str, Any]) -> Mode:
-    """The mode of that name; `options` are evt's. Raises OptionError for an unknown name.
+    """The mode of that name; `options` are evt's, and Inductor's for every mode that is compiled.
+    Raises OptionError for an unknown name.
 
     max-autotune is Inductor's mode of that name without its CUDA graphs, which `bench` captures
     itself, for all modes alike.
@@ -63,12 +65,15 @@ def mode(name: str, options: Mapping[str, Any]) -> Mode:
         raise OptionError(
             f"unknown mode {name!r}; did you mean {nearest!r}? Known: {', '.join(MODES)}"
         )
+    inductors = {key: value for key, value in options.items() if not key.startswith(PREFIX)}
     if name == "max-autotune":
         from torch._inductor import list_mode_options
 
-        return Mode(name, "inductor", list_mode_options("max-autotune-no-cudagraphs"))
-    backends = {"eager": None, "inductor": "inductor", "evt": "evt"}
-    return Mode(name, backends[name], dict(options) if name == "evt" else {})
+        tuned = list_mode_options("max-autotune-no-cudagraphs")
+        return Mode(name, "inductor", {**tuned, **inductors})
+    if name == "inductor":
+        return Mode(name, "inductor", inductors)
+    return Mode(name, "evt", dict(options)) if name == "evt" else Mode(name, None, {})
 
 
 class Step(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +27,18 @@ from torch_evt.options import Options
 from torch_evt.partition.describe import versions
 from torch_evt.partition.plan import GraphPlan, Plan
 from torch_evt.report.opaque_attention import replace_attention
+from torch_evt.report.render import to_text
 from torch_evt.torch_compat import caches_disabled, inductor_config, new_code
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Explanation(Plan):
+    """A plan that prints as `evt explain` shows it."""
+
+    def __str__(self) -> str:
+        return to_text(self)
 
 
 def explain(
@@ -38,8 +48,10 @@ def explain(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
-) -> Plan:
+) -> Explanation:
     """What torch.compile(model, backend="evt", mode=mode, options=options) would do.
+
+    To be printed, or read as a `Plan`.
 
     model: a module or a function. inputs, kwargs: of one call, real or fake tensors.
     loss: makes a scalar of the model's output (or, to leave the loss outside of what is compiled,
@@ -79,7 +91,7 @@ def explain(
         torch.random.set_rng_state(state)
     if not graphs:
         notes.append("no graph was captured: nothing in the model is a tensor operation")
-    return Plan(captured_on, target.name, versions(), tuple(graphs), tuple(notes))
+    return Explanation(captured_on, target.name, versions(), tuple(graphs), tuple(notes))
 
 
 def _split(given: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:

@@ -79,7 +79,7 @@ def _header(plan: Plan) -> RenderableType:
 def _against_greedy(graph: GraphPlan) -> str:
     if graph.greedy_us is None:
         return ""
-    return f" (by the greedy plan's regions {microseconds(graph.greedy_us)} us)"
+    return f" (the greedy plan: {microseconds(graph.greedy_us)} us)"
 
 
 def _optimal(graph: GraphPlan) -> str:
@@ -87,12 +87,13 @@ def _optimal(graph: GraphPlan) -> str:
 
 
 def _graph(graph: GraphPlan) -> list[RenderableType]:
-    state = "regions placed" if graph.placed else "planned, nothing placed"
+    planned = graph.solver != "none"
+    state = "regions placed" if graph.placed else f"{'planned, ' * planned}nothing placed"
+    modelled = f"; modelled {microseconds(graph.objective_us)} us" if planned else ", not planned"
     parts: list[RenderableType] = [
         Text.assemble(
             (f"graph {graph.id}", "bold"),
-            f": {len(graph.regions)} regions, {state}; "
-            f"modelled {microseconds(graph.objective_us)} us{_against_greedy(graph)}",
+            f": {len(graph.regions)} regions, {state}{modelled}{_against_greedy(graph)}",
         )
     ]
     parts.extend(Text(f"  note: {note}", style="yellow") for note in graph.notes)

@@ -23,6 +23,7 @@ from torch_evt.joint import recompose
 from torch_evt.mainloops import for_target
 from torch_evt.partition import place
 from torch_evt.partition.candidates import Rules, build
+from torch_evt.partition.early import compares
 from torch_evt.partition.region import Region
 from torch_evt.replaced import PlacedRegion, concrete, nodes_of, placed
 from torch_evt.report import region_nodes
@@ -117,7 +118,8 @@ def check_region(
         device_kind=device_kind,
         exact_rounding=exact_rounding,
     )
-    recompose.apply(module.graph, exact_rounding=exact_rounding)
+    masks = {n.name for n in module.graph.nodes if compares(n)}
+    recompose.apply(module.graph, exact_rounding=exact_rounding, apart=masks.intersection(region))
     found = _rebuilt(module.graph, region, anchor, rules)
     runs: list[Run] = []
     faults: list[Fault] = []
